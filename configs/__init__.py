@@ -1,0 +1,1 @@
+"""Configs as data: each file has ``get_config(variant="")`` and imports ``mage_jax.config`` only."""

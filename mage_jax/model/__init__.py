@@ -1,0 +1,1 @@
+"""ViT, merger, Qwen3 decoder, KV cache, prefill and decode."""
