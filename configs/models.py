@@ -38,3 +38,41 @@ def mage_vl_4b() -> ModelConfig:
         bos_token_id=151_643,
         eos_token_ids=(151_645,),
     )
+
+
+def toy() -> ModelConfig:
+    """0.9M parameters with the released structure: patch 16, 2x2 merge, GQA, untied head, the shipped toy tokenizer."""
+    return ModelConfig(
+        vision=VisionConfig(
+            hidden_size=64,
+            num_layers=2,
+            num_heads=2,
+            mlp_size=256,
+            patch_size=16,
+            num_channels=3,
+            spatial_merge_size=2,
+            rope_theta=10_000.0,
+            layer_norm_eps=1e-6,
+            frame_window_size=4,
+        ),
+        text=TextConfig(
+            hidden_size=128,
+            num_layers=3,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            mlp_size=384,
+            vocab_size=512,
+            rope_theta=5_000_000.0,
+            rms_norm_eps=1e-6,
+            max_positions=32_768,
+        ),
+        tied_embeddings=False,
+        # Ids of the toy tokenizer's control tokens.
+        image_token_id=504,
+        video_token_id=505,
+        vision_start_token_id=502,
+        vision_end_token_id=503,
+        bos_token_id=499,
+        eos_token_ids=(501,),
+    )

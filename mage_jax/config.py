@@ -15,6 +15,10 @@ REMAT_POLICIES = ("none", "full", "dots")
 ATTENTION_IMPLS = ("xla", "xla_chunked")
 TOWERS = ("vision", "merger", "text", "lm_head")
 
+# Per-channel statistics that the released preprocessor normalises pixels with (CLIP's). Part of the model, not a knob.
+PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
+PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
+
 
 class ConfigError(ValueError):
     """A config value is wrong; the message starts with the dotted name of the field."""
@@ -136,8 +140,6 @@ class ImageConfig:
 
     min_pixels: int = 3136
     max_pixels: int = 4_000_000
-    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
-    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
 
     def __post_init__(self) -> None:
         _positive(self, "min_pixels", "max_pixels")
@@ -146,7 +148,6 @@ class ImageConfig:
             "ImageConfig.min_pixels",
             f"{self.min_pixels} is larger than max_pixels {self.max_pixels}",
         )
-        _require(len(self.mean) == 3 and len(self.std) == 3, "ImageConfig.mean/std", "need three channels")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,16 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mage_jax.config import ComputeConfig, VisionConfig
+from mage_jax.config import PIXEL_MEAN, PIXEL_STD, ComputeConfig, VisionConfig
 from mage_jax.model.layers import matmul, run_layers
 from mage_jax.ops.attention import attention
 from mage_jax.ops.norms import layer_norm
 from mage_jax.ops.rotary import rotate_interleaved, vision_angles
-
-# The released preprocessor's constants (CLIP), for patches that arrive as raw uint8 pixels.
-PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
-PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
-
 
 def normalize_pixels(patches_bpc: jax.Array, config: VisionConfig) -> jax.Array:
     """uint8 patch vectors (channel, y, x) -> float32 normalised ones; float32 input passes unchanged."""

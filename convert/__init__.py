@@ -1,0 +1,1 @@
+"""Commands around checkpoints; each runs as ``python convert/NAME.py`` from any folder."""

@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Supervised training: all four supervised stages and their toy versions. See ``--help``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from mage_jax.config import ConfigError, TrainConfig
+from mage_jax.config_flags import parse_command_line, run_main
+
+USAGE = """usage: launch/train.py --config=configs/FILE.py[:variant] [--config.a.b=value ...] [--workdir=DIR]
+
+Trains a supervised stage. Run the same command again to continue after a stop: the run folder
+holds everything. SIGTERM or Ctrl-C saves, then exits with status 0.
+
+  --config=FILE.py[:variant]  config file; its get_config(variant) returns a TrainConfig
+  --config.FIELD=VALUE        overrides a field, e.g. --config.steps=100
+                              --config.optimizer.learning_rate=1e-4; a tuple as a literal
+                              "--config.data.records=('a.jsonl','b.jsonl')" or by repeating the flag
+  --workdir=DIR               run folder (default: runs/<config name>): checkpoints/, metrics.jsonl,
+                              consumed.jsonl, tensorboard/, model.json, assets/, config.json
+  --distributed               join the other hosts of a pod (jax.distributed.initialize); on each
+                              host the same command. Outside managed clusters add:
+  --coordinator=HOST:PORT --processes=N --process=I
+  --plot                      write loss.png into the run folder at the end
+  --help                      this text
+
+It starts from the first of: the run folder's newest checkpoint, config.init_from (a model folder,
+run folder or Hugging Face folder), random weights. JAX_PLATFORMS chooses the devices.
+
+exit status: 0 done or stopped on request, 1 failed, 2 the command line or the config is wrong
+"""
+
+
+def define_flags(flag_values) -> None:
+    from absl import flags
+
+    flags.DEFINE_string("workdir", "", "run folder", flag_values=flag_values)
+    flags.DEFINE_bool("distributed", False, "join a multi-host run", flag_values=flag_values)
+    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0", flag_values=flag_values)
+    flags.DEFINE_integer("processes", None, "number of hosts", flag_values=flag_values, lower_bound=1)
+    flags.DEFINE_integer("process", None, "number of this host", flag_values=flag_values, lower_bound=0)
+    flags.DEFINE_bool("plot", False, "write loss.png at the end", flag_values=flag_values)
+
+
+def main(argv: Sequence[str]) -> int:
+    config, options = parse_command_line(argv, cls=TrainConfig, usage=USAGE, define=define_flags)
+    workdir = options.workdir or os.path.join("runs", config.name)
+
+    # After parsing, so that --help and usage errors are instant.
+    import jax
+    from absl import flags
+
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("mage_jax").setLevel(logging.INFO)  # orbax and grain stay at warnings
+    flags.FLAGS.mark_as_parsed()  # read by grain's worker processes
+    if options.distributed:
+        jax.distributed.initialize(options.coordinator, options.processes, options.process)
+    elif options.coordinator or options.processes or options.process is not None:
+        raise ConfigError("--coordinator, --processes and --process need --distributed")
+
+    from mage_jax.train.loop import train
+
+    try:
+        result = train(config, workdir, say=print)
+    except (RuntimeError, ValueError) as error:
+        # Our own errors say what to do in one line; any other is a bug and keeps its traceback.
+        if isinstance(error, ConfigError) or not type(error).__module__.startswith("mage_jax"):
+            raise
+        print(f"train.py: {error}", file=sys.stderr)
+        return 1
+    if options.plot and jax.process_index() == 0:
+        from mage_jax.train.plots import plot_run
+
+        print(f"plot: {plot_run(workdir)}")
+    ending = {
+        "done": f"done at step {result.step}",
+        "signal": f"stopped on request after step {result.step}; run the same command again to continue",
+        "data": f"the records ended after step {result.step} of {config.steps} (see config.data.epochs)",
+    }[result.reason]
+    print(f"{ending}; checkpoint: {os.path.join(workdir, 'checkpoints', str(result.step))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

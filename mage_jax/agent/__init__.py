@@ -1,0 +1,1 @@
+"""Prompt, tokenizer and rendering to tokens with loss spans."""

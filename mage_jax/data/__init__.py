@@ -1,0 +1,1 @@
+"""Records, images to patches, packing, loaders."""

@@ -1,0 +1,1 @@
+"""Train state, optimiser, steps, loop, checkpoints, metrics."""

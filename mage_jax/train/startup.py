@@ -1,0 +1,214 @@
+"""Where a run starts from, in this order: its own newest checkpoint, ``init_from``, scratch. And what it may change.
+
+A run folder belongs to one model and one order of data. Resuming with another geometry or data order is refused by the
+name of the field; other changes are allowed and said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+import grain
+import jax
+from jax.sharding import Mesh
+
+from mage_jax.agent.tokenizer import Tokenizer
+from mage_jax.config import ConfigError, ImageConfig, ModelConfig, TrainConfig, to_dict
+from mage_jax.data.loader import make_loader
+from mage_jax.model.vision import PIXEL_MEAN, PIXEL_STD
+from mage_jax.sharding import param_shardings
+from mage_jax.train.checkpoint import CheckpointError, Checkpoints, Meta
+from mage_jax.train.optimizer import Optimizer
+from mage_jax.train.state import TrainState, abstract_state, init_state, state_from_params
+from mage_jax.weights.load import load_model, read_config
+from mage_jax.weights.model_dir import ASSETS, MODEL_FILE, read_model_file, start_run_folder
+
+CONFIG_FILE = "config.json"
+CHECKPOINTS_FOLDER = "checkpoints"
+
+# Dotted fields (or groups of them) that make a run what it is.
+IDENTITY = ("model", "data", "seed", "param_dtype", "optimizer.frozen")
+# Exceptions inside them: record files may have moved, their content is checked by the loader's own fingerprint.
+FREE = ("data.records", "data.eval_records")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a run will start.
+
+    Attributes:
+      config: resolved: its ``model`` is the geometry that is really trained.
+      resume_step: step of its own checkpoint to continue, None to start at 0.
+      origin: one line for people.
+      notes: further lines: what differs from the config or from the checkpoint.
+    """
+
+    config: TrainConfig
+    resume_step: int | None
+    origin: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The state to begin with; ``data_state`` is None for a fresh iterator."""
+
+    state: TrainState
+    data_state: Any
+    samples_consumed: int
+
+
+def plan_start(config: TrainConfig, workdir: pathlib.Path, checkpoints: Checkpoints) -> Plan:
+    """Decides where to start and resolves the geometry; reads no arrays.
+
+    Raises:
+      CheckpointError: the run's own checkpoint belongs to a run that this config cannot continue.
+      WeightsError: ``init_from`` is not a checkpoint.
+    """
+    step = checkpoints.latest
+    if step is not None:
+        if config.init_from:  # its geometry was taken when the run began; the folder may be gone by now
+            config = dataclasses.replace(config, model=read_model_file(workdir)[0])
+        notes = check_resumable(checkpoints.meta(step), config, where=str(workdir))
+        return Plan(config, step, f"continues its own checkpoint at step {step} in {workdir}", tuple(notes))
+    if not config.init_from:
+        return Plan(config, None, f"starts from random weights (seed {config.seed})")
+    model = read_config(config.init_from)
+    changed = _differences(_plain(config.model), _plain(model), "model")
+    notes = [f"the geometry of {config.init_from} replaces config.model ({', '.join(changed)})"] if changed else []
+    config = dataclasses.replace(config, model=model)
+    return Plan(config, None, f"starts from the weights of {config.init_from}", tuple(notes))
+
+
+def check_resumable(meta: Meta, config: TrainConfig, *, where: str) -> list[str]:
+    """Lines about harmless differences between a checkpoint and the config that would continue it.
+
+    Raises:
+      CheckpointError: a difference that would make it another run; every such field is named.
+    """
+    if meta.process_count != jax.process_count():
+        raise CheckpointError(
+            f"{where}: was written by {meta.process_count} processes, this run has {jax.process_count()}; each process"
+            " holds its own part of the data, so resume with the same number or start a new run with init_from"
+        )
+    if meta.data_workers != config.data.workers:
+        raise CheckpointError(
+            f"{where}: config.data.workers was {meta.data_workers}, is {config.data.workers}; the order of samples"
+            " depends on it, so resume with the same number or start a new run with init_from"
+        )
+    refused, notes = [], []
+    for field, (old, new) in _differences(meta.config, _plain(config), "config").items():
+        line = f"{field} was {old!r}, is {new!r}"
+        (refused if _is_identity(field.removeprefix("config.")) else notes).append(line)
+    if refused:
+        raise CheckpointError(
+            f"{where}: cannot be continued with this config: {'; '.join(refused)}. Use the old values, or another"
+            " workdir (with init_from to keep the weights)"
+        )
+    return notes
+
+
+def begin(plan: Plan, workdir: pathlib.Path, *, optimizer: Optimizer, mesh: Mesh, checkpoints: Checkpoints) -> Start:
+    """Makes or restores the state, and writes ``model.json``, assets and ``config.json``."""
+    config = plan.config
+    if plan.resume_step is not None:
+        restored = checkpoints.restore(abstract_state(config, optimizer, mesh), step=plan.resume_step)
+        _write_config(workdir, config)
+        return Start(restored.state, restored.data_state, restored.meta.samples_consumed)
+    if config.init_from:
+        loaded = load_model(config.init_from, dtype=config.param_dtype, shardings=param_shardings(config.model, mesh))
+        _describe_run(workdir, config, source=loaded.source, assets=loaded.assets)
+        state = state_from_params(config, optimizer, mesh, loaded.params)
+    else:
+        _describe_run(workdir, config, source=None, assets=None)
+        state = init_state(config, optimizer, mesh)
+    return Start(state, None, 0)
+
+
+def make_dataset(config: TrainConfig, *, evaluation: bool = False) -> grain.IterDataset:
+    """This process's loader of ``HostBatch``es."""
+    return make_loader(
+        config.data,
+        vision=config.model.vision,
+        tokenizer=Tokenizer.load(config.data.tokenizer),
+        image_token_id=config.model.image_token_id,
+        seed=config.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        eval=evaluation,
+    )
+
+
+def _describe_run(workdir: pathlib.Path, config: TrainConfig, *, source: Any, assets: Any) -> None:
+    if jax.process_index() != 0:
+        return
+    start_run_folder(workdir, config=config.model, source=source, assets=assets)
+    folder = workdir / ASSETS
+    folder.mkdir(exist_ok=True)
+    # A folder born here gets the two files that serving and conversion read from a Hugging Face one.
+    if not (folder / "tokenizer.json").exists():
+        Tokenizer.load(config.data.tokenizer).save(folder)
+    if not (folder / "preprocessor_config.json").exists():
+        _write_json(folder / "preprocessor_config.json", preprocessor_config(config.data.image, config.model))
+    _write_config(workdir, config)
+
+
+def preprocessor_config(image: ImageConfig, model: ModelConfig) -> dict[str, Any]:
+    """Image preprocessing in the fields of a Hugging Face ``preprocessor_config.json``."""
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": model.vision.patch_size,
+        "temporal_patch_size": 1,
+        "merge_size": model.vision.spatial_merge_size,
+        "min_pixels": image.min_pixels,
+        "max_pixels": image.max_pixels,
+        "image_mean": list(PIXEL_MEAN),
+        "image_std": list(PIXEL_STD),
+    }
+
+
+def _write_config(workdir: pathlib.Path, config: TrainConfig) -> None:
+    if jax.process_index() == 0:
+        _write_json(workdir / CONFIG_FILE, to_dict(config))
+
+
+def _write_json(path: pathlib.Path, values: Any) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _is_identity(field: str) -> bool:
+    def inside(names: tuple[str, ...]) -> bool:
+        return any(field == name or field.startswith(f"{name}.") for name in names)
+
+    return inside(IDENTITY) and not inside(FREE)
+
+
+def _plain(config: Any) -> Any:
+    """As it comes back from JSON, so that tuples compare equal to lists."""
+    return json.loads(json.dumps(to_dict(config)))
+
+
+def _differences(old: Any, new: Any, name: str) -> dict[str, tuple[Any, Any]]:
+    """Dotted field -> (old, new) of every leaf that differs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        found: dict[str, tuple[Any, Any]] = {}
+        for key in [*old, *(k for k in new if k not in old)]:
+            found |= _differences(old.get(key), new.get(key), f"{name}.{key}")
+        return found
+    return {} if old == new else {name: (old, new)}
+
+
+def check_run_folder(workdir: pathlib.Path, checkpoints: Checkpoints) -> None:
+    """Raises ``ConfigError`` if the folder holds something that is not a run, rather than write into it."""
+    known = {MODEL_FILE, ASSETS, CONFIG_FILE, CHECKPOINTS_FOLDER, "metrics.jsonl", "consumed.jsonl", "tensorboard"}
+    if checkpoints.latest is None and (workdir / MODEL_FILE).exists() and (workdir / "params").exists():
+        raise ConfigError(f"workdir: {workdir} is a model folder; give it as init_from, and another workdir")
+    found = {path.name for path in workdir.iterdir() if not path.name.startswith(".")}
+    if found and not found & known:
+        raise ConfigError(f"workdir: {workdir} holds other files ({', '.join(sorted(found)[:5])}); choose a new folder")

@@ -1,0 +1,1 @@
+"""Hugging Face names, streaming safetensors, weight directories."""

@@ -1,0 +1,98 @@
+"""Output folders that are either complete or absent."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from mage_jax.weights.errors import WeightsError
+
+
+@contextlib.contextmanager
+def atomic_folder(out: Path, *, need_bytes: int = 0) -> Iterator[Path]:
+    """Yields a temporary sibling of ``out`` that becomes ``out`` when the block ends well.
+
+    On success every file is flushed to the disk before the rename. On any exception, Ctrl-C included, the temporary
+    folder is removed and ``out`` is as it was.
+
+    Args:
+      out: folder to create; it may exist if empty.
+      need_bytes: refuse at once when the disk has less room than this.
+
+    Raises:
+      WeightsError: ``out`` exists and is not an empty folder.
+      OSError: ENOSPC when the disk is full, or any other error of the block.
+    """
+    out = Path(os.path.abspath(out))
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise WeightsError(f"{out} already exists; choose another folder or remove it first")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out.parent).free
+    if free < need_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"{need_bytes / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free; nothing written",
+            str(out),
+        )
+    temporary = out.parent / f".{out.name}.tmp-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process that had our id
+    temporary.mkdir()
+    try:
+        yield temporary
+        flush(temporary)
+        os.rename(temporary, out)  # replaces an empty folder
+        _fsync(out.parent)
+    except BaseException as e:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if is_disk_full(e):
+            message = f"the disk is full ({need_bytes / 1e9:.2f} GB are needed); the unfinished folder was removed"
+            raise OSError(errno.ENOSPC, message, str(out)) from e
+        raise
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an exception means that the disk is full; tensorstore only says so in words."""
+    return getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error)
+
+
+def flush(folder: Path) -> None:
+    """fsync of every file and folder below ``folder``, itself included."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _fsync(Path(root) / name)
+        _fsync(Path(root))
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def copy_tree(source: Path, target: Path, *, skip: Callable[[Path], bool] = lambda _: False) -> int:
+    """Copies files, subfolders too, following links (a hub cache is made of links). Returns the bytes copied.
+
+    Args:
+      source: folder to copy from.
+      target: created if absent.
+      skip: called with paths relative to ``source``; True leaves a file or a whole folder out.
+    """
+    total = 0
+    target.mkdir(parents=True, exist_ok=True)
+    for root, folders, files in os.walk(source, followlinks=True):
+        relative = Path(root).relative_to(source)
+        folders[:] = sorted(f for f in folders if not skip(relative / f))
+        for name in folders:
+            (target / relative / name).mkdir(exist_ok=True)
+        for name in sorted(files):
+            if not skip(relative / name):
+                destination = target / relative / name
+                shutil.copyfile(Path(root) / name, destination)
+                total += destination.stat().st_size
+    return total
