@@ -121,6 +121,7 @@ class _HostBatchIterator(grain.DatasetIterator[HostBatch]):
         self._identity = identity
 
     def __next__(self) -> HostBatch:
+        self._assert_not_closed()
         return _host_batch(next(self._parent))
 
     def get_state(self) -> dict[str, Any]:
@@ -188,8 +189,8 @@ def make_loader(
       eval: read ``data.eval_records`` once, in order, without worker processes.
 
     Returns:
-      A dataset of ``HostBatch``; its iterator has ``get_state`` and ``set_state`` (JSON-serialisable). With finite
-      epochs the last batch is filled up with empty rows: every record is seen exactly once per epoch.
+      A dataset of ``HostBatch``; its iterator has ``get_state`` and ``set_state`` (JSON-serialisable), and ``close``,
+      which ends worker processes. With finite epochs the last batch is filled up with empty rows: every record is seen exactly once per epoch.
 
     Raises:
       LoaderError: settings that contradict each other, or no records.

@@ -127,9 +127,9 @@ def train_step(
     metrics = StepMetrics(
         sums=sums,
         tokens=_token_count(batch),
-        grad_norm=optax.global_norm(grads),
+        grad_norm=optax.tree.norm(grads),
         param_norm=_norm(new.params),
-        update_norm=optax.global_norm(updates),
+        update_norm=optax.tree.norm(updates),
         learning_rate=rate,
         skipped_updates=new.step - applied_updates(opt_state),
     )
@@ -208,7 +208,7 @@ def _token_count(batch: TrainBatch) -> jax.Array:
 
 
 def _norm(tree: Any) -> jax.Array:
-    return optax.global_norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
+    return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
 
 
 def _constrain_tree(tree: Any, specs: Any) -> Any:

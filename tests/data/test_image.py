@@ -182,6 +182,7 @@ def test_damaged_png_is_an_image_error_or_an_image(data):
         assert str(error).startswith("damaged: ")
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_header_that_claims_too_much_is_refused_unread(tmp_path):
     path = _png(tmp_path / "bomb.png")
     raw = bytearray(path.read_bytes())

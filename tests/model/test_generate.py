@@ -88,6 +88,15 @@ def test_streaming_stops_at_the_end_token_and_at_the_limit(generator):
         assert tokens[b][live[b]].tolist() == whole.tokens[b][whole.live[b]].tolist()
 
 
+def test_lengths_in_one_bucket_share_a_compiled_program():
+    generator = Generator(PARAMS, config=CONFIG, compute=COMPUTE)
+    for tokens, new in ((20, 16), (24, 16), (33, 10), (60, 16)):
+        rows = random_rows(CONFIG, [[(9, [(4, 6)])], [(5, [])]], tokens=tokens, patches=24)
+        generator(rows, Sampling(), max_new_tokens=new, chunk=4)
+    assert generator._prefill._cache_size() == 1
+    assert generator._decode._cache_size() == 1
+
+
 def test_limits_and_mismatches_are_named(generator):
     with pytest.raises(ValueError, match="4096 positions"):
         generator(prompts(), Sampling(), max_new_tokens=4096)
