@@ -1,4 +1,4 @@
-"""The quickstart's run: a toy model learns to click on real web pages (85 MiniWoB screenshots), in about two minutes.
+"""The quickstart's run: a toy model learns to click on real web pages (85 MiniWoB screenshots), in a few minutes.
 
 Variants: "" (the run), "smoke" (a few steps, for tests).
 """
@@ -15,7 +15,7 @@ def get_config(variant: str = "") -> TrainConfig:
     config = TrainConfig(
         name="quickstart",
         model=toy(),
-        steps=400,
+        steps=200,
         data=DataConfig(
             records=(f"{PAGES}/train.jsonl",),
             eval_records=(f"{PAGES}/heldout.jsonl",),
@@ -28,7 +28,7 @@ def get_config(variant: str = "") -> TrainConfig:
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=20, weight_decay=0.01),  # chosen on this data
         checkpoint=CheckpointConfig(every=100, keep=2),
         log_every=10,
-        eval_every=100,
+        eval_every=50,
     )
     if variant == "":
         return config

@@ -18,6 +18,7 @@ import dataclasses
 import os
 import sys
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mage_jax.config import ComputeConfig, ConfigError, ModelConfig
-from mage_jax.data.hf_inputs import HfInputs, HfInputsError, from_hf_inputs
+from mage_jax.data.hf_inputs import IGNORE_LABEL, HfInputs, HfInputsError, from_hf_inputs
 from mage_jax.model.cache import slots_for
 from mage_jax.model.generate import decode_step, prefill
 from mage_jax.model.mage_vl import forward, logits, output_head
@@ -44,6 +45,7 @@ COMPUTE = ComputeConfig(compute_dtype="float32", matmul_precision="highest")
 # Of a packed case's separate runs only these are kept.
 SAMPLE_TENSORS = ("merged_features", "inputs_embeds", "dec_last_hidden", "logits")
 NOT_COMPUTED = ("valid", "labels")  # which positions to compare, and an input: not results
+PER_TOKEN = ("inputs_embeds", "dec_layer_", "dec_last_hidden", "logits", "packed_logits")  # begin with [B, T]
 
 
 class ParityInputError(ValueError):
@@ -52,9 +54,12 @@ class ParityInputError(ValueError):
 
 def read_npz(path: str | Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        file = np.load(path, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise ValueError("one bare array, not an archive")
+        with file:
             return {name: file[name] for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ParityInputError(f"{path}: cannot be read as .npz ({error})") from error
 
 
@@ -63,6 +68,7 @@ def compute_tensors(
 ) -> dict[str, np.ndarray]:
     """Every reference tensor of one case, by its reference name (see the module's text)."""
     case = from_hf_inputs(inputs, vision=config.vision, image_token_id=config.image_token_id)
+    _check_ids(inputs, config)
     packed = "segment_ids" in inputs
     got = _forward_tensors(params, case, config)
     if packed:
@@ -81,6 +87,15 @@ def compute_tensors(
         got |= _greedy(params, case.rows, config, greedy)
     got["cu_seqlens"] = _window_bounds(case)
     return got
+
+
+def _check_ids(inputs: Mapping[str, np.ndarray], config: ModelConfig) -> None:
+    """An index outside the vocabulary reads some row of the embedding instead of failing."""
+    for name, least in (("input_ids", 0), ("labels", IGNORE_LABEL)):
+        values = np.asarray(inputs.get(name, np.zeros(0, np.int64)))
+        wrong = values[(values >= config.text.vocab_size) | (values < 0) & (values != least)]
+        if wrong.size:
+            raise ParityInputError(f"{name}: holds {wrong[0]}, the vocabulary has {config.text.vocab_size} tokens")
 
 
 def _separate_sample(inputs: Mapping[str, np.ndarray], index: int) -> dict[str, np.ndarray]:
@@ -183,19 +198,23 @@ def compare(
     In a batch only positions marked by the expected ``valid`` count, or by ``attention_mask`` where that is absent.
     """
     valid = expected.get("valid", attention_mask)
+    if valid is not None and valid.ndim == 2:
+        valid = _drop_batch(valid)
     return [
-        _compare_one(name, got.get(name), want, valid) for name, want in expected.items() if name not in NOT_COMPUTED
+        _compare_one(name, got.get(name), want, valid if name.startswith(PER_TOKEN) else None)
+        for name, want in expected.items()
+        if name not in NOT_COMPUTED
     ]
 
 
 def _compare_one(name: str, value: np.ndarray | None, want: np.ndarray, valid: np.ndarray | None) -> Verdict:
     if value is None and want.size > 0:
         return Verdict(name, np.inf, 0.0, False, "not computed from these inputs")
-    if value is not None and value.shape != want.shape:
-        return Verdict(name, np.inf, 0.0, False, f"shape {list(value.shape)}, expected {list(want.shape)}")
-    if want.size == 0:
+    if want.size == 0 and (value is None or value.size == 0):
         return Verdict(name, 0.0, 0.0, True, "empty")
-    if valid is not None and want.shape[: valid.ndim] == valid.shape:
+    if value.shape != want.shape:
+        return Verdict(name, np.inf, 0.0, False, f"shape {list(value.shape)}, expected {list(want.shape)}")
+    if valid is not None and want.shape[: valid.ndim] == valid.shape and valid.any():
         value, want = value[valid.astype(bool)], want[valid.astype(bool)]
     if np.issubdtype(want.dtype, np.integer) or want.dtype == bool:
         wrong = int(np.sum(value != want))
@@ -221,12 +240,21 @@ def print_table(verdicts: list[Verdict]) -> None:
     print(f"{len(verdicts)} tensors compared, {misses} missed")
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
+    return value
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", required=True, help="checkpoint: a Hugging Face folder, or any folder of ours")
     parser.add_argument("--inputs", required=True, help="inputs.npz")
     parser.add_argument("--out", required=True, help="where to write the computed tensors (.npz)")
-    parser.add_argument("--greedy", type=int, help="new tokens to choose greedily (default: as many as are expected)")
+    parser.add_argument(
+        "--greedy", type=_count, help="new tokens to choose greedily (default: as many as are expected)"
+    )
     parser.add_argument("--expected", help="expected.npz to compare with")
     args = parser.parse_args(argv)
     try:

@@ -190,7 +190,8 @@ def make_loader(
 
     Returns:
       A dataset of ``HostBatch``; its iterator has ``get_state`` and ``set_state`` (JSON-serialisable), and ``close``,
-      which ends worker processes. With finite epochs the last batch is filled up with empty rows: every record is seen exactly once per epoch.
+      which ends worker processes. With finite epochs the last batch is filled up with empty rows: every record is
+      seen exactly once per epoch.
 
     Raises:
       LoaderError: settings that contradict each other, or no records.
