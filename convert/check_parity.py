@@ -54,11 +54,11 @@ class ParityInputError(ValueError):
 
 def read_npz(path: str | Path) -> dict[str, np.ndarray]:
     try:
-        file = np.load(path, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise ValueError("one bare array, not an archive")
-        with file:
-            return {name: file[name] for name in file.files}
+        with open(path, "rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise ValueError("one bare array, not an archive")
+            return {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ParityInputError(f"{path}: cannot be read as .npz ({error})") from error
 

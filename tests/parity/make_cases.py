@@ -226,17 +226,13 @@ def _packed(inputs: dict[str, np.ndarray]) -> None:
     segments = np.arange(length) * 3 // length + 1
     positions = np.concatenate([np.arange(np.sum(segments == number)) for number in (1, 2, 3)])
     inputs |= {"segment_ids": segments[None], "position_ids": positions[None]}
-    for name, value in {
-        "input_ids": EOS,
-        "attention_mask": 0,
-        "segment_ids": 0,
-        "position_ids": 0,
-        "labels": -100,
-    }.items():
-        inputs[name] = np.pad(inputs[name], ((0, 0), (0, padding)), constant_values=value)
+    fill = {"input_ids": EOS, "attention_mask": 0, "segment_ids": 0, "position_ids": 0, "labels": -100}
+    for name in fill.keys() & inputs.keys():
+        inputs[name] = np.pad(inputs[name], ((0, 0), (0, padding)), constant_values=fill[name])
 
 
 _NO_PICTURE = {"grids": ((),), "text_tokens": (12,)}
+_PACKED = {"grids": (((1, 2, 4), (1, 4, 2)),), "text_tokens": (22,), "change": _packed}
 _BATCH = {"grids": (((1, 4, 4),), (), ((1, 2, 4), (1, 6, 2))), "text_tokens": (9, 6, 5)}
 
 CASES: dict[str, Case] = {
@@ -262,9 +258,8 @@ CASES: dict[str, Case] = {
         vision={"hidden_size": 96, "num_attention_heads": 3, "patch_size": 16},
         text={"hidden_size": 40, "head_dim": 24, "num_attention_heads": 2, "num_key_value_heads": 1},
     ),
-    "packed_with_padding": Case(
-        grids=(((1, 2, 4), (1, 4, 2)),), text_tokens=(22,), change=_packed, labels=True, seed=3
-    ),
+    "packed_with_padding": Case(**_PACKED),
+    "packed_labels": Case(**_PACKED, labels=True),
     "labels": Case(**_BATCH, labels=True, change=_explicit_positions),
 }
 
