@@ -111,6 +111,8 @@ def bench(work: Path, *, size: str) -> list[dict[str, float | str]]:
         print(f"  {name}: {rows[-1]['seconds']:.1f} s", flush=True)
         if name == "copy":
             shutil.rmtree(copy)
+        elif name == "orbax_to_hf":
+            shutil.rmtree(orbax)  # three times the model's size are enough
     base = statistics.median(row["seconds"] for row in rows if row["name"] == "copy")
     print(f"{total / 1e9:.3f} GB, cold page cache, output fsynced; times include process start")
     print(f"{'step':<14}{'seconds':>9}{'cpu s':>8}{'GB/s':>8}{'peak RSS MiB':>15}{'ratio to copy':>15}")

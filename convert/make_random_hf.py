@@ -40,7 +40,14 @@ def toy() -> ModelConfig:
         full,
         vision=dataclasses.replace(full.vision, hidden_size=64, num_layers=2, num_heads=2, mlp_size=128),
         text=dataclasses.replace(
-            full.text, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, mlp_size=160, vocab_size=512
+            full.text,
+            hidden_size=64,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            mlp_size=160,
+            vocab_size=512,
         ),
         image_token_id=505,
         video_token_id=506,
@@ -74,7 +81,9 @@ def write_weights(writer: SafetensorsWriter, tensors: Sequence[TensorSpec], *, s
                 bar.update(values.nbytes)
 
 
-def make_random_hf(out: str | Path, *, size: str = "4b", seed: int = 0, max_shard_gb: float | None = None, progress: bool = False) -> None:
+def make_random_hf(
+    out: str | Path, *, size: str = "4b", seed: int = 0, max_shard_gb: float | None = None, progress: bool = False
+) -> None:
     """Creates the folder.
 
     Raises:

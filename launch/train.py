@@ -60,15 +60,23 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("mage_jax").setLevel(logging.INFO)  # orbax and grain stay at warnings
     flags.FLAGS.mark_as_parsed()  # read by grain's worker processes
+
+    from mage_jax.train.loop import train
+    from mage_jax.train.runtime import choose_platform
+
+    if choose_platform():
+        print("no accelerator found: running on the CPU (set JAX_PLATFORMS to choose)")
     if options.distributed:
         jax.distributed.initialize(options.coordinator, options.processes, options.process)
     elif options.coordinator or options.processes or options.process is not None:
         raise ConfigError("--coordinator, --processes and --process need --distributed")
 
-    from mage_jax.train.loop import train
-
+    say = print
+    if jax.process_index() != 0:  # its lines would only repeat those of process 0
+        logging.getLogger("mage_jax").setLevel(logging.WARNING)
+        say = logging.getLogger("mage_jax").info
     try:
-        result = train(config, workdir, say=print)
+        result = train(config, workdir, say=say)
     except (RuntimeError, ValueError) as error:
         # Our own errors say what to do in one line; any other is a bug and keeps its traceback.
         if isinstance(error, ConfigError) or not type(error).__module__.startswith("mage_jax"):
@@ -84,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
         "signal": f"stopped on request after step {result.step}; run the same command again to continue",
         "data": f"the records ended after step {result.step} of {config.steps} (see config.data.epochs)",
     }[result.reason]
-    print(f"{ending}; checkpoint: {os.path.join(workdir, 'checkpoints', str(result.step))}")
+    say(f"{ending}; checkpoint: {os.path.join(workdir, 'checkpoints', str(result.step))}")
     return 0
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import pathlib
+import shutil
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
@@ -21,7 +23,8 @@ from orbax.checkpoint import v1 as ocp
 from mage_jax.train.state import TrainState
 
 FORMAT = 1
-PARTS = ("params", "optimizer", "trainer", "data", "meta")
+TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of folders that are being written
+LOGGER = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
@@ -105,12 +108,16 @@ class Checkpoints:
           keep: newest checkpoints kept.
         """
         self._directory = pathlib.Path(directory).absolute()
+        # Here and now: orbax's own clean-up runs in the background and may outlive a run that saves nothing.
+        if jax.process_index() == 0 and self._directory.is_dir():
+            for left in self._directory.glob(f"*{TEMPORARY}*"):
+                LOGGER.warning("removing %s, which a killed save left behind", left)
+                shutil.rmtree(left)
         training = ocp.training
         self._checkpointer = training.Checkpointer(
             self._directory,
             save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),  # the loop decides
             preservation_policy=training.preservation_policies.LatestN(keep),
-            cleanup_tmp_directories=True,
         )
         self._saving: int | None = None
         self._complete = [checkpoint.step for checkpoint in self._checkpointer.checkpoints]

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from mage_jax.config import TrainConfig, to_dict
+from mage_jax.config import ConfigError, TrainConfig, to_dict
 from mage_jax.ops.vocab import LossSums
 from mage_jax.sharding import make_mesh, rows_sharding
 from mage_jax.train.checkpoint import Checkpoints, Meta, free_space_note
@@ -71,10 +71,14 @@ def train(
       TrainError: the loss or gradient is not finite.
     """
     workdir = pathlib.Path(workdir).absolute()
+    if config.eval_every and not config.data.eval_records:
+        raise ConfigError("eval_every: needs data.eval_records")
+    check_run_folder(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     mesh = make_mesh(config.mesh)
-    with contextlib.closing(Checkpoints(workdir / CHECKPOINTS_FOLDER, keep=config.checkpoint.keep)) as checkpoints:
-        check_run_folder(workdir, checkpoints)
+    with contextlib.ExitStack() as cleanup:
+        checkpoints = Checkpoints(workdir / CHECKPOINTS_FOLDER, keep=config.checkpoint.keep)
+        cleanup.callback(checkpoints.close)
         plan = plan_start(config, workdir, checkpoints)
         config = plan.config
         optimizer = make_optimizer(config.optimizer, model=config.model, total_steps=config.steps)
@@ -86,11 +90,12 @@ def train(
         with jax.set_mesh(mesh), StopRequest() as stop:
             step_function = make_train_step(config, optimizer=optimizer, mesh=mesh)
             eval_function = make_eval_step(config, optimizer=optimizer, mesh=mesh)
-            dataset = datasets(config, evaluation=False)
-            evals = bool(config.eval_every and config.data.eval_records)
-            eval_dataset = datasets(config, evaluation=True) if evals else None
+            loaded = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=plan.tokenizer))
+            dataset = datasets(loaded, evaluation=False)
+            eval_dataset = datasets(loaded, evaluation=True) if config.eval_every else None
             start = begin(plan, workdir, optimizer=optimizer, mesh=mesh, checkpoints=checkpoints)
             iterator = iter(dataset)  # created, then its state loaded, then iterated: any other order restarts the data
+            cleanup.callback(iterator.close)
             if start.data_state is not None:
                 iterator.set_state(start.data_state)
             if note := free_space_note(workdir, 2 * bytes_per_device(start.state) * jax.local_device_count()):

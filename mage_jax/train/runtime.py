@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pathlib
 import signal
 import threading
 import time
@@ -14,6 +15,20 @@ import jax
 from jax.experimental import multihost_utils
 
 LOGGER = logging.getLogger(__name__)
+
+
+def choose_platform() -> str | None:
+    """Runs on the CPU where no accelerator's device file exists and the user has not chosen; call before using devices.
+
+    Without this, an installed TPU runtime would search the network for a TPU for minutes. Returns what was set.
+    """
+    if jax.config.jax_platforms:  # JAX_PLATFORMS, or set by the program
+        return None
+    patterns = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd")
+    if any(any(pathlib.Path("/dev").glob(pattern)) for pattern in patterns):
+        return None
+    jax.config.update("jax_platforms", "cpu")
+    return "cpu"
 
 
 class Clock:

@@ -17,15 +17,15 @@ import jax
 from jax.sharding import Mesh
 
 from mage_jax.agent.tokenizer import Tokenizer
-from mage_jax.config import ConfigError, ImageConfig, ModelConfig, TrainConfig, to_dict
+from mage_jax.config import ConfigError, DataConfig, TrainConfig, to_dict
+from mage_jax.data import preprocessor
 from mage_jax.data.loader import make_loader
-from mage_jax.model.vision import PIXEL_MEAN, PIXEL_STD
 from mage_jax.sharding import param_shardings
 from mage_jax.train.checkpoint import CheckpointError, Checkpoints, Meta
 from mage_jax.train.optimizer import Optimizer
 from mage_jax.train.state import TrainState, abstract_state, init_state, state_from_params
 from mage_jax.weights.load import load_model, read_config
-from mage_jax.weights.model_dir import ASSETS, MODEL_FILE, read_model_file, start_run_folder
+from mage_jax.weights.model_dir import ASSETS, MODEL_FILE, read_model_file, resolve, start_run_folder
 
 CONFIG_FILE = "config.json"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -42,12 +42,14 @@ class Plan:
 
     Attributes:
       config: resolved: its ``model`` is the geometry that is really trained.
+      tokenizer: what the loader uses: the checkpoint's own tokenizer where the config leaves the default.
       resume_step: step of its own checkpoint to continue, None to start at 0.
       origin: one line for people.
       notes: further lines: what differs from the config or from the checkpoint.
     """
 
     config: TrainConfig
+    tokenizer: str
     resume_step: int | None
     origin: str
     notes: tuple[str, ...] = ()
@@ -74,14 +76,31 @@ def plan_start(config: TrainConfig, workdir: pathlib.Path, checkpoints: Checkpoi
         if config.init_from:  # its geometry was taken when the run began; the folder may be gone by now
             config = dataclasses.replace(config, model=read_model_file(workdir)[0])
         notes = check_resumable(checkpoints.meta(step), config, where=str(workdir))
-        return Plan(config, step, f"continues its own checkpoint at step {step} in {workdir}", tuple(notes))
+        tokenizer = _tokenizer(config, workdir / ASSETS)
+        return Plan(config, tokenizer, step, f"continues its own checkpoint at step {step} in {workdir}", tuple(notes))
     if not config.init_from:
-        return Plan(config, None, f"starts from random weights (seed {config.seed})")
+        return Plan(config, config.data.tokenizer, None, f"starts from random weights (seed {config.seed})")
     model = read_config(config.init_from)
     changed = _differences(_plain(config.model), _plain(model), "model")
     notes = [f"the geometry of {config.init_from} replaces config.model ({', '.join(changed)})"] if changed else []
     config = dataclasses.replace(config, model=model)
-    return Plan(config, None, f"starts from the weights of {config.init_from}", tuple(notes))
+    assets = resolve(config.init_from).assets
+    tokenizer = _tokenizer(config, assets)
+    if tokenizer != config.data.tokenizer:
+        notes.append(f"tokenizer: {tokenizer}")
+    limits = preprocessor.load(assets, vision=model.vision)
+    if limits != config.data.image:
+        notes.append(
+            f"config.data.image is {config.data.image}, the checkpoint was made with {limits}; the config's holds"
+        )
+    return Plan(config, tokenizer, None, f"starts from the weights of {config.init_from}", tuple(notes))
+
+
+def _tokenizer(config: TrainConfig, assets: pathlib.Path) -> str:
+    """The tokenizer of the checkpoint that the run began from, unless the config names another one."""
+    own = assets / "tokenizer.json"
+    default = config.data.tokenizer == DataConfig().tokenizer
+    return str(own) if config.init_from and default and own.is_file() else config.data.tokenizer
 
 
 def check_resumable(meta: Meta, config: TrainConfig, *, where: str) -> list[str]:
@@ -152,23 +171,9 @@ def _describe_run(workdir: pathlib.Path, config: TrainConfig, *, source: Any, as
     # A folder born here gets the two files that serving and conversion read from a Hugging Face one.
     if not (folder / "tokenizer.json").exists():
         Tokenizer.load(config.data.tokenizer).save(folder)
-    if not (folder / "preprocessor_config.json").exists():
-        _write_json(folder / "preprocessor_config.json", preprocessor_config(config.data.image, config.model))
+    if not (folder / preprocessor.FILE).exists():
+        _write_json(folder / preprocessor.FILE, preprocessor.to_hf(config.data.image, config.model.vision))
     _write_config(workdir, config)
-
-
-def preprocessor_config(image: ImageConfig, model: ModelConfig) -> dict[str, Any]:
-    """Image preprocessing in the fields of a Hugging Face ``preprocessor_config.json``."""
-    return {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": model.vision.patch_size,
-        "temporal_patch_size": 1,
-        "merge_size": model.vision.spatial_merge_size,
-        "min_pixels": image.min_pixels,
-        "max_pixels": image.max_pixels,
-        "image_mean": list(PIXEL_MEAN),
-        "image_std": list(PIXEL_STD),
-    }
 
 
 def _write_config(workdir: pathlib.Path, config: TrainConfig) -> None:
@@ -204,11 +209,10 @@ def _differences(old: Any, new: Any, name: str) -> dict[str, tuple[Any, Any]]:
     return {} if old == new else {name: (old, new)}
 
 
-def check_run_folder(workdir: pathlib.Path, checkpoints: Checkpoints) -> None:
-    """Raises ``ConfigError`` if the folder holds something that is not a run, rather than write into it."""
-    known = {MODEL_FILE, ASSETS, CONFIG_FILE, CHECKPOINTS_FOLDER, "metrics.jsonl", "consumed.jsonl", "tensorboard"}
-    if checkpoints.latest is None and (workdir / MODEL_FILE).exists() and (workdir / "params").exists():
+def check_run_folder(workdir: pathlib.Path) -> None:
+    """Raises ``ConfigError`` if the folder exists and is not a run's, rather than write into it."""
+    found = {path.name for path in workdir.iterdir() if not path.name.startswith(".")} if workdir.is_dir() else set()
+    if {MODEL_FILE, "params"} <= found:
         raise ConfigError(f"workdir: {workdir} is a model folder; give it as init_from, and another workdir")
-    found = {path.name for path in workdir.iterdir() if not path.name.startswith(".")}
-    if found and not found & known:
+    if found and not found & {MODEL_FILE, CONFIG_FILE, CHECKPOINTS_FOLDER}:
         raise ConfigError(f"workdir: {workdir} holds other files ({', '.join(sorted(found)[:5])}); choose a new folder")

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mage_jax.weights.errors import WeightsError
@@ -61,10 +62,10 @@ def is_disk_full(error: BaseException) -> bool:
 
 def flush(folder: Path) -> None:
     """fsync of every file and folder below ``folder``, itself included."""
-    for root, _, files in os.walk(folder):
-        for name in files:
-            _fsync(Path(root) / name)
-        _fsync(Path(root))
+    paths = [path for root, _, files in os.walk(folder) for path in (*(Path(root) / f for f in files), Path(root))]
+    with ThreadPoolExecutor(16) as pool:  # hundreds of small files: the journal commits waiting ones together
+        for _ in pool.map(_fsync, paths):
+            pass
 
 
 def _fsync(path: Path) -> None:

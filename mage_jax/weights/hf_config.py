@@ -200,8 +200,8 @@ def _rope_theta(section: _Section) -> float:
         return theta
     if section.values.get("rope_theta") is None:
         raise HfConfigError(
-            f"{section.where('rope_parameters.rope_theta')} is missing (and there is no flat rope_theta); add it, no "
-            "default is assumed"
+            f"{section.where('rope_parameters.rope_theta')} and {section.name}.rope_theta are both missing; add one, "
+            "no default is assumed"
         )
     return section.get("rope_theta", float)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mage_jax.weights.atomic import atomic_folder
 from mage_jax.weights.errors import MismatchError, WeightsError
 from mage_jax.weights.hf_config import (
     CONFIG_FILE,
-    from_hf_config,
+    read_hf_config,
     read_json,
     same_geometry,
     set_dtype,
@@ -26,7 +27,8 @@ from mage_jax.weights.hf_config import (
 )
 from mage_jax.weights.model_dir import copy_assets, read_model_file, resolve
 from mage_jax.weights.names import SUPPORTED_DTYPES, Slot, slots
-from mage_jax.weights.orbax_store import CHUNK_BYTES, StoreReader, check_store
+from mage_jax.weights.orbax_store import StoreReader, check_store
+from mage_jax.weights.plain_chunks import CHUNK_BYTES, PlainArray
 from mage_jax.weights.safetensors_io import INDEX_FILE, NUMPY_DTYPES
 from mage_jax.weights.safetensors_write import (
     GB,
@@ -73,9 +75,17 @@ def export_hf(
     config, source = read_model_file(found.root)
     reader = StoreReader(found.checkpoint)
     check_store(reader, config)
-    _export(
-        reader.stream(), config, Path(out), source, found.assets, dtype, max_shard_gb, progress=progress, write=True
-    )
+    plan = _Plan(config, source, found.assets, dtype, max_shard_gb)
+
+    def fill(writer: SafetensorsWriter, bar: tqdm) -> None:
+        plain = _plain_arrays(reader, plan)
+        for slot in plan.slots.values():
+            if slot.path in plain:
+                _copy_plain(plain[slot.path], slot, plan.dtypes[slot.name].itemsize, writer)
+                bar.update(slot.count * plan.dtypes[slot.name].itemsize)
+        _write_blocks(reader.stream(skip=plain), plan, writer, bar)
+
+    _export(plan, Path(out), fill, progress=progress)
 
 
 def export_params(
@@ -106,9 +116,72 @@ def export_params(
     ]
     if problems:
         raise MismatchError("parameters", problems)
-    assets = Path(assets) if assets is not None else None
-    write = jax.process_index() == 0
-    _export(_live_blocks(flat), config, Path(out), source, assets, dtype, max_shard_gb, progress=False, write=write)
+    plan = _Plan(config, source, Path(assets) if assets is not None else None, dtype, max_shard_gb)
+    blocks = _live_blocks(flat)
+    if jax.process_index() == 0:
+        _export(plan, Path(out), lambda writer, bar: _write_blocks(blocks, plan, writer, bar))
+    else:
+        for _ in blocks:  # take part in gathering
+            pass
+
+
+class _Plan:
+    """What is written: files, index and per-tensor dtypes of one export."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: dict[str, Any] | None,
+        assets: Path | None,
+        dtype: str | None,
+        max_shard_gb: float | None,
+    ) -> None:
+        self.config, self.source, self.assets, self.dtype = config, source, assets, dtype
+        self.files, self.index = plan_files(config, source, dtype=dtype, max_shard_gb=max_shard_gb)
+        tensors = [tensor for file in self.files for tensor in file.tensors]
+        self.total = sum(tensor.nbytes for tensor in tensors)
+        self.dtypes = {tensor.name: NUMPY_DTYPES[tensor.dtype] for tensor in tensors}
+        by_name = {slot.name: slot for slot in slots(config)}
+        self.slots = {tensor.name: by_name[tensor.name] for tensor in tensors}  # in order of the files
+        self.members: dict[str, list[Slot]] = {}
+        for slot in by_name.values():
+            self.members.setdefault(slot.path, []).append(slot)
+
+
+def _plain_arrays(reader: StoreReader, plan: _Plan) -> dict[str, PlainArray]:
+    """Arrays whose bytes can be copied as they are: uncompressed, and no cast is wanted."""
+    plain = {}
+    for path, (_, stored) in reader.arrays.items():
+        array = reader.plain(path)
+        if array is not None and all(plan.dtypes[slot.name] == stored for slot in plan.members[path]):
+            plain[path] = array
+    return plain
+
+
+def _copy_plain(array: PlainArray, slot: Slot, itemsize: int, writer: SafetensorsWriter) -> None:
+    nbytes = slot.count * itemsize
+    first = (slot.layer or 0) * nbytes
+    done = 0
+    for file, offset, count in array.segments(first, first + nbytes):
+        try:
+            handle = os.open(file, os.O_RDONLY)
+        except FileNotFoundError:
+            raise WeightsError(f"{file} is missing: the checkpoint lacks a part of {slot.path}") from None
+        try:
+            writer.copy(slot.name, count, start=done, source=handle, offset=offset)
+        except EOFError as e:
+            raise WeightsError(f"{file}: a part of {slot.path} {e}") from e
+        finally:
+            os.close(handle)
+        done += count
+
+
+def _write_blocks(blocks: Iterable[Block], plan: _Plan, writer: SafetensorsWriter, bar: tqdm) -> None:
+    for path, start, rows in blocks:
+        for name, values, first in _tensor_pieces(plan.members[path], start, rows):
+            values = values.astype(plan.dtypes[name], copy=False)
+            writer.write(name, values, start=first * values.itemsize)
+            bar.update(values.nbytes)
 
 
 def _live_blocks(flat: dict[str, Any]) -> Iterator[Block]:
@@ -122,39 +195,14 @@ def _live_blocks(flat: dict[str, Any]) -> Iterator[Block]:
             yield path, start, np.asarray(rows)
 
 
-def _export(
-    blocks: Iterable[Block],
-    config: ModelConfig,
-    out: Path,
-    source: dict[str, Any] | None,
-    assets: Path | None,
-    dtype: str | None,
-    max_shard_gb: float | None,
-    *,
-    progress: bool,
-    write: bool,
-) -> None:
-    members: dict[str, list[Slot]] = {}
-    for slot in slots(config):
-        members.setdefault(slot.path, []).append(slot)
-    files, index = plan_files(config, source, dtype=dtype, max_shard_gb=max_shard_gb)
-    if not write:
-        for _ in blocks:  # take part in gathering
-            pass
-        return
-    total = sum(tensor.nbytes for file in files for tensor in file.tensors)
-    dtypes = {tensor.name: NUMPY_DTYPES[tensor.dtype] for file in files for tensor in file.tensors}
-    with atomic_folder(out, need_bytes=total) as folder:
-        bar = tqdm(total=total, unit="B", unit_scale=True, desc="to safetensors", disable=not progress)
-        with bar, SafetensorsWriter(folder, files) as writer:
-            for path, start, rows in blocks:
-                for name, values, first in _tensor_pieces(members[path], start, rows):
-                    values = values.astype(dtypes[name], copy=False)
-                    writer.write(name, values, start=first * values.itemsize)
-                    bar.update(values.nbytes)
-        if index is not None:
-            (folder / INDEX_FILE).write_text(index, encoding="utf-8")
-        _write_config(folder, config, source, assets, dtype)
+def _export(plan: _Plan, out: Path, fill: Callable[[SafetensorsWriter, tqdm], None], *, progress: bool = False) -> None:
+    with atomic_folder(out, need_bytes=plan.total) as folder:
+        bar = tqdm(total=plan.total, unit="B", unit_scale=True, desc="to safetensors", disable=not progress)
+        with bar, SafetensorsWriter(folder, plan.files) as writer:
+            fill(writer, bar)
+        if plan.index is not None:
+            (folder / INDEX_FILE).write_text(plan.index, encoding="utf-8")
+        _write_config(folder, plan)
 
 
 def _tensor_pieces(members: list[Slot], start: int, rows: np.ndarray) -> Iterator[tuple[str, np.ndarray, int]]:
@@ -205,26 +253,24 @@ def plan_files(
     return files, index
 
 
-def _write_config(
-    folder: Path, config: ModelConfig, source: dict[str, Any] | None, assets: Path | None, dtype: str | None
-) -> None:
-    if assets is not None and assets.is_dir():
-        copy_assets(assets, folder, source=source)
-    path = folder / CONFIG_FILE
+def _write_config(folder: Path, plan: _Plan) -> None:
+    if plan.assets is not None and plan.assets.is_dir():
+        # ``copy_assets`` leaves out the source's own weight files, so only a stranger of the same name could land here.
+        replaced = {INDEX_FILE, *(file["file"] for file in plan.source["files"])} if plan.source else set()
+        for name in sorted({INDEX_FILE, *(file.file for file in plan.files)} - replaced):
+            if (plan.assets / name).exists():
+                raise WeightsError(
+                    f"{plan.assets / name}: a carried file has the name of a weight file; remove it first"
+                )
+        copy_assets(plan.assets, folder, source=plan.source)
+    path, config = folder / CONFIG_FILE, plan.config
     if not path.exists():
-        write_hf_config(folder, config, dtype=dtype or DEFAULT_DTYPE)
+        write_hf_config(folder, config, dtype=plan.dtype or DEFAULT_DTYPE)
         return
-    carried = read_json(path)
-    generation = folder / "generation_config.json"
-    described = from_hf_config(
-        carried,
-        read_json(generation) if generation.exists() else None,
-        has_lm_head=not config.tied_embeddings,
-        folder=folder,
-    )
-    if not same_geometry(described, config):
+    if not same_geometry(read_hf_config(folder, has_lm_head=not config.tied_embeddings), config):
         raise WeightsError(
-            f"{assets / CONFIG_FILE} describes another model than model.json; the carried file was edited"
+            f"{plan.assets}/{CONFIG_FILE} describes another model than model.json; the carried file was edited"
         )
-    if dtype is not None:
-        path.write_text(json.dumps(set_dtype(carried, dtype), indent=2) + "\n", encoding="utf-8")
+    if plan.dtype is not None:
+        carried = set_dtype(read_json(path), plan.dtype)
+        path.write_text(json.dumps(carried, indent=2) + "\n", encoding="utf-8")

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import tensorstore as ts
 from tqdm import tqdm
 
 from mage_jax.config import ModelConfig
 from mage_jax.params import declare, flatten
 from mage_jax.weights.atomic import atomic_folder
-from mage_jax.weights.errors import HfConfigError
+from mage_jax.weights.errors import HfConfigError, SafetensorsError
 from mage_jax.weights.hf_config import CONFIG_FILE, read_hf_config
 from mage_jax.weights.model_dir import ASSETS, copy_assets, describe_source, write_model_file
 from mage_jax.weights.names import LM_HEAD, Slot, match
 from mage_jax.weights.orbax_store import StoreWriter
 from mage_jax.weights.safetensors_io import NUMPY_DTYPES, SafetensorsFolder
-
-_BUFFERS = 2  # one is filled while the other is written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,43 +84,14 @@ def _import(weights: HfWeights, hf: Path, out: Path, progress: bool) -> None:
 
 
 def _copy_tensors(weights: HfWeights, writer: StoreWriter, *, progress: bool) -> None:
-    buffers = [np.empty(0, np.uint8)] * _BUFFERS
-    writes: list[ts.Future | None] = [None] * _BUFFERS
-    turn = 0
-    bar = tqdm(total=weights.files.total_size, unit="B", unit_scale=True, desc="to orbax", disable=not progress)
-    try:
+    total = weights.files.total_size
+    with tqdm(total=total, unit="B", unit_scale=True, desc="to orbax", disable=not progress) as bar:
         for tensor in weights.files.tensors.values():  # in order of data on the disk
             slot = weights.slots[tensor.name]
-            dtype = weights.dtypes[slot.path]
-            for index, shape, start in _pieces(slot, writer.chunks[slot.path], dtype.itemsize):
-                turn = (turn + 1) % _BUFFERS
-                if (pending := writes[turn]) is not None:
-                    pending.result()
-                nbytes = math.prod(shape) * dtype.itemsize
-                if buffers[turn].nbytes < nbytes:
-                    buffers[turn] = np.empty(nbytes, np.uint8)
-                values = buffers[turn][:nbytes].view(dtype).reshape(shape)
-                weights.files.read_into(tensor, values, start=start)
-                writes[turn] = writer.write(slot.path, index, values)
-                bar.update(nbytes)
-        for pending in writes:
-            if pending is not None:
-                pending.result()
-    finally:
-        bar.close()
-        # After an error, no write may still be under way when the folder is removed.
-        for pending in writes:
-            if pending is not None:
-                pending.exception()
-
-
-def _pieces(
-    slot: Slot, chunk: tuple[int, ...], itemsize: int
-) -> Iterator[tuple[tuple[Any, ...], tuple[int, ...], int]]:
-    """A tensor's chunks as (index in the parameter, shape, first byte in the tensor)."""
-    lead = () if slot.layer is None else (slot.layer,)
-    rows = chunk[len(lead)]
-    row_bytes = slot.count // slot.shape[0] * itemsize
-    for start in range(0, slot.shape[0], rows):
-        stop = min(start + rows, slot.shape[0])
-        yield (*lead, slice(start, stop)), (stop - start, *slot.shape[1:]), start * row_bytes
+            handle = weights.files.handle(tensor)
+            start = (slot.layer or 0) * tensor.nbytes
+            try:
+                writer.copy(slot.path, start, tensor.nbytes, source=handle, offset=tensor.offset)
+            except EOFError as e:
+                raise SafetensorsError(f"{weights.files.path / tensor.file}: tensor {tensor.name} {e}") from e
+            bar.update(tensor.nbytes)

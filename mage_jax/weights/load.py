@@ -19,6 +19,8 @@ from mage_jax.weights.model_dir import Resolved, describe_source, read_model_fil
 from mage_jax.weights.names import Slot
 from mage_jax.weights.orbax_store import ITEM, StoreReader, check_store
 
+_READ_BYTES = 2 << 30  # what orbax may hold besides the parameters
+
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) per axis
 
 
@@ -99,10 +101,19 @@ def _load_orbax(found: Resolved, config: ModelConfig, placements: dict[str, Any]
         for path, (shape, stored) in reader.arrays.items()
     }
     ordered = unflatten({path: abstract[path] for path in placements})
+    context = ocp.Context()
+    # Orbax refuses an array that alone passes its limit.
+    largest = max(
+        reader.padded_count(path) * max(stored.itemsize, abstract[path].dtype.itemsize)
+        for path, (_, stored) in reader.arrays.items()
+    )
+    context.memory.read_concurrent_bytes = max(_READ_BYTES, largest + 1)
     try:
-        return ocp.load_checkpointables(found.checkpoint, {ITEM: ordered})[ITEM]
+        with context:
+            flat = flatten(ocp.load_checkpointables(found.checkpoint, {ITEM: ordered})[ITEM])
     except Exception as e:  # orbax wraps whatever its storage raises
         raise WeightsError(f"{found.checkpoint / ITEM}: cannot be restored: {e} ({e.__cause__})") from e
+    return unflatten({path: flat[path] for path in placements})
 
 
 def _load_hf(weights: HfWeights, placements: dict[str, Any], dtype: Any) -> Iterable[tuple[str, jax.Array]]:
@@ -139,7 +150,8 @@ def _gather(
                 shard[...] = part
             else:
                 shard[slot.layer - bounds[0][0]] = part
-    return jax.make_array_from_callback(shape, sharding, lambda index: shards[_bounds(index, shape)])
+    array = jax.make_array_from_callback(shape, sharding, lambda index: shards[_bounds(index, shape)])
+    return array.block_until_ready()  # or the next parameter would be read while this one's host copy still exists
 
 
 def _bounds(index: Any, shape: tuple[int, ...]) -> Bounds:

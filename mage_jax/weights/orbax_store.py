@@ -1,19 +1,19 @@
-"""Parameters in orbax's layout on disk, written and read slice by slice through tensorstore.
+"""Parameters in orbax's layout on disk, written and read slice by slice.
 
 Orbax itself saves and restores whole arrays; a stack of 36 layers is gigabytes. This module writes the files that
 ``orbax.checkpoint.v1.save_checkpointables`` writes when its key-value database is off (zarr3 arrays, a file per chunk),
 so ``load_checkpointables`` restores them like any training checkpoint, and reads both kinds. A chunk is one layer,
 uncompressed: trained bfloat16 hardly compresses, and a chunk file then holds a checkpoint tensor's bytes as they are.
+Tensorstore lays the arrays out and reads every encoding; only the bytes of plain chunks are copied past it.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
+import os
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,16 @@ import tensorstore as ts
 from mage_jax.config import ModelConfig
 from mage_jax.params import declare, flatten
 from mage_jax.weights.errors import MismatchError, WeightsError
+from mage_jax.weights.plain_chunks import (
+    CHUNK_BYTES,
+    CODECS,
+    PlainArray,
+    chunk_shape,
+    copy_range,
+    is_contiguous,
+)
 
 ITEM = "params"  # name of the checkpointable
-CHUNK_BYTES = 64 << 20  # largest chunk, and what is read at a time
 CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 TREE_METADATA = "_METADATA"
 _HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
@@ -34,18 +41,6 @@ _HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTree
 def _context() -> ts.Context:
     # Files are flushed together before the folder is renamed, not one by one.
     return ts.Context({"file_io_sync": False, "file_io_concurrency": {"limit": 8}})
-
-
-def chunk_shape(shape: tuple[int, ...], dtype: np.dtype, *, stacked: bool) -> tuple[int, ...]:
-    """One layer of a stacked parameter; rows of the next axis are divided evenly down to ``CHUNK_BYTES``."""
-    lead = (1,) if stacked else ()
-    inner = shape[1:] if stacked else shape
-    size = math.prod(inner) * dtype.itemsize
-    if not inner or size <= CHUNK_BYTES:
-        return (*lead, *inner)
-    least = math.ceil(size / CHUNK_BYTES)
-    parts = next((n for n in range(least, 2 * least) if inner[0] % n == 0), least)
-    return (*lead, math.ceil(inner[0] / parts), *inner[1:])
 
 
 class StoreWriter:
@@ -66,7 +61,17 @@ class StoreWriter:
         self._started = time.time_ns()
         context = _context()
         opened = {path: ts.open(self._spec(path), context=context, create=True, open=False) for path in self._arrays}
-        self._stores = {path: future.result() for path, future in opened.items()}
+        for future in opened.values():
+            future.result()
+        self._plain = {
+            path: PlainArray(folder / ITEM / path, shape, self.chunks[path], dtype.itemsize)
+            for path, (shape, dtype, _) in self._arrays.items()
+        }
+        for array in self._plain.values():
+            for file in array.files():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.touch()
+                os.truncate(file, array.chunk_bytes)
 
     def _spec(self, path: str) -> dict[str, Any]:
         shape, dtype, _ = self._arrays[path]
@@ -77,18 +82,24 @@ class StoreWriter:
                 "shape": list(shape),
                 "data_type": dtype.name,
                 "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(self.chunks[path])}},
-                "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+                "codecs": CODECS,
             },
-            # A chunk of zeros is written too: no file then always means a damaged checkpoint.
-            "store_data_equal_to_fill_value": True,
         }
 
-    def write(self, path: str, index: tuple[Any, ...], values: np.ndarray) -> ts.Future:
-        """Starts writing ``values`` at ``index``, which must cover whole chunks.
+    def copy(self, path: str, start: int, count: int, *, source: int, offset: int) -> None:
+        """Copies ``count`` bytes at ``offset`` of the open file ``source`` to byte ``start`` of an array.
 
-        The memory of ``values`` is referenced, not copied: leave it alone until the returned future is done.
+        Raises:
+          EOFError: the source ends early.
+          OSError: the disk is full.
         """
-        return self._stores[path][index].write(values, can_reference_source_data_indefinitely=True).commit
+        for file, position, size in self._plain[path].segments(start, start + count):
+            target = os.open(file, os.O_WRONLY)
+            try:
+                copy_range(source, target, size, source_offset=offset, target_offset=position)
+            finally:
+                os.close(target)
+            offset += size
 
     def finish(self) -> None:
         """Writes orbax's metadata; call when every write is done."""
@@ -169,26 +180,29 @@ class StoreReader:
         """Dotted path -> (shape, dtype)."""
         return {path: (tuple(s.shape), np.dtype(s.dtype.numpy_dtype)) for path, s in self._stores.items()}
 
-    def stream(self) -> Iterator[tuple[str, int, np.ndarray]]:
-        """Every array as (path, first row, rows), in order of rows, whole chunks and about ``CHUNK_BYTES`` at a time.
+    def stream(self, *, skip: Container[str] = ()) -> Iterator[tuple[str, int, np.ndarray]]:
+        """Arrays as (path, first row, rows), in order of rows, whole chunks and about ``CHUNK_BYTES`` at a time.
 
-        ``rows`` may lie in a buffer that is reused: it is valid until the next block is asked for. The next block is
-        read meanwhile, unless it is huge (an array that was saved as a single chunk can only be decoded whole).
+        The next block is read while the caller works on the current one, unless blocks are huge (an array that was
+        saved as a single chunk can only be decoded whole).
 
         Raises:
           WeightsError: a chunk is missing or damaged.
         """
-        plan = [(path, start, stop) for path in self._stores for start, stop in self._ranges(path)]
-        buffers = itertools.cycle((_Buffer(), _Buffer()))
-        with ThreadPoolExecutor(1) as pool:
-            pending: Future[np.ndarray] | None = None
-            for i, (path, start, stop) in enumerate(plan):
-                current = pending or pool.submit(self._read, path, start, stop, next(buffers))
+        paths = [path for path in self._stores if path not in skip]
+        plan = [(path, start, stop) for path in paths for start, stop in self._ranges(path)]
+        pending: ts.Future | None = None
+        for i, (path, start, stop) in enumerate(plan):
+            current = pending or self._stores[path][start:stop].read()
+            pending = None
+            if i + 1 < len(plan) and self._block_bytes(*plan[i + 1]) <= 2 * CHUNK_BYTES:
+                next_path, next_start, next_stop = plan[i + 1]
+                pending = self._stores[next_path][next_start:next_stop].read()
+            try:
                 rows = current.result()
-                pending = None
-                if i + 1 < len(plan) and self._block_bytes(*plan[i + 1]) <= 2 * CHUNK_BYTES:
-                    pending = pool.submit(self._read, *plan[i + 1], next(buffers))
-                yield path, start, rows
+            except (ValueError, OSError) as e:
+                raise WeightsError(f"{self.folder / ITEM}: parameter {path} cannot be read: {e}") from e
+            yield path, start, rows
 
     def _ranges(self, path: str) -> Iterator[tuple[int, int]]:
         store = self._stores[path]
@@ -202,74 +216,44 @@ class StoreReader:
         store = self._stores[path]
         return (stop - start) * math.prod(store.shape[1:]) * store.dtype.numpy_dtype.itemsize
 
-    def _read(self, path: str, start: int, stop: int, buffer: _Buffer) -> np.ndarray:
+    def padded_count(self, path: str) -> int:
+        """Values in all chunks of an array, padding included: what reading it whole decodes."""
         store = self._stores[path]
-        try:
-            if not _is_plain(store):
-                return store[start:stop].read().result()
-            values = buffer.array((stop - start, *store.shape[1:]), store.dtype.numpy_dtype)
-            _read_plain(store, self.folder / ITEM / path, start, values)
-            return values
-        except (ValueError, OSError) as e:
-            raise WeightsError(f"{self.folder / ITEM}: parameter {path} cannot be read: {e}") from e
+        chunk = store.chunk_layout.read_chunk.shape
+        return math.prod(math.ceil(n / c) * c for n, c in zip(store.shape, chunk, strict=True))
 
+    def plain(self, path: str) -> PlainArray | None:
+        """The array's chunk files as byte ranges; None where chunks are encoded or not contiguous."""
+        store = self._stores[path]
+        spec = store.spec().to_json()
+        metadata = spec.get("metadata", {})
+        chunk = tuple(store.chunk_layout.read_chunk.shape)
+        if (
+            spec["driver"] == "zarr3"
+            and spec["kvstore"]["driver"] == "file"
+            and metadata.get("codecs") == CODECS
+            and metadata.get("chunk_key_encoding") == {"name": "default"}
+            and is_contiguous(tuple(store.shape), chunk)
+        ):
+            itemsize = store.dtype.numpy_dtype.itemsize
+            return PlainArray(self.folder / ITEM / path, tuple(store.shape), chunk, itemsize)
+        return None
 
-class _Buffer:
-    """Memory that is reused: touching fresh pages costs more than the copy itself."""
-
-    def __init__(self) -> None:
-        self._bytes = np.empty(0, np.uint8)
-
-    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        nbytes = math.prod(shape) * dtype.itemsize
-        if self._bytes.nbytes < nbytes:
-            self._bytes = np.empty(nbytes, np.uint8)
-        return self._bytes[:nbytes].view(dtype).reshape(shape)
-
-
-def _split_axis(chunk: tuple[int, ...]) -> int:
-    """The axis along which chunks follow each other in memory: all before it have chunk size 1."""
-    return next((i for i, size in enumerate(chunk) if size > 1), len(chunk) - 1)
-
-
-def _is_plain(store: ts.TensorStore) -> bool:
-    """Whether chunk files hold the values themselves, in order, as ``StoreWriter`` makes them."""
-    spec = store.spec().to_json()
-    metadata = spec.get("metadata", {})
-    chunk = tuple(store.chunk_layout.read_chunk.shape)
-    axis = _split_axis(chunk)
-    return (
-        spec["driver"] == "zarr3"
-        and spec["kvstore"]["driver"] == "file"
-        and metadata.get("codecs") == [{"name": "bytes", "configuration": {"endian": "little"}}]
-        and metadata.get("chunk_key_encoding", {}).get("name") == "default"
-        and chunk[axis + 1 :] == tuple(store.shape[axis + 1 :])
-    )
-
-
-def _read_plain(store: ts.TensorStore, folder: Path, start: int, values: np.ndarray) -> None:
-    """Fills ``values`` with rows of the leading axis from ``start`` on, straight from chunk files."""
-    chunk, shape = tuple(store.chunk_layout.read_chunk.shape), tuple(store.shape)
-    axis = _split_axis(chunk)
-    first, stop = start // chunk[0], math.ceil((start + values.shape[0]) / chunk[0])
-    counts = [math.ceil(n / c) for n, c in zip(shape[1 : axis + 1], chunk[1 : axis + 1], strict=True)]
-    row_bytes = math.prod(shape[axis + 1 :]) * values.itemsize
-    view, done = memoryview(values.reshape(-1).view(np.uint8)), 0
-    for index in itertools.product(range(first, stop), *map(range, counts)):
-        size = min(chunk[axis], shape[axis] - index[axis] * chunk[axis]) * row_bytes
-        path = folder.joinpath("c", *map(str, index), *["0"] * (len(shape) - len(index)))
-        with path.open("rb", buffering=0) as f:
-            got = 0
-            while got < size:
-                count = f.readinto(view[done + got : done + size])
-                if not count:
-                    raise ValueError(f"{path} ends after {got} of {size} bytes")
-                got += count
-        done += size
+    def missing_chunks(self) -> list[str]:
+        """Chunk files of plain arrays that are absent or cut short; storage would read the absent ones as zeros."""
+        problems = []
+        for path in self._stores:
+            array = self.plain(path)
+            for file in array.files() if array else ():
+                size = file.stat().st_size if file.exists() else None
+                if size != array.chunk_bytes:
+                    found = "is missing" if size is None else f"has {size} bytes instead of {array.chunk_bytes}"
+                    problems.append(f"{file}: a part of parameter {path} {found}")
+        return problems
 
 
 def check_store(reader: StoreReader, config: ModelConfig) -> None:
-    """Raises ``MismatchError`` with every difference between stored arrays and declared parameters."""
+    """Raises ``MismatchError`` with every difference between stored arrays and declared parameters, lost files too."""
     specs, arrays = flatten(declare(config)), reader.arrays
     where = reader.folder / ITEM
     problems = [
@@ -281,5 +265,6 @@ def check_store(reader: StoreReader, config: ModelConfig) -> None:
         for p, spec in specs.items()
         if p in arrays and arrays[p][0] != spec.shape
     ]
+    problems += reader.missing_chunks()
     if problems:
         raise MismatchError(str(where), problems)

@@ -120,6 +120,7 @@ def parse_header(raw: bytes, *, path: str, file: str, data_size: int) -> Header:
         if tensor.offset + tensor.nbytes > end:
             over = tensor.offset + tensor.nbytes - end
             raise SafetensorsError(f"{path}: tensor {tensor.name} ends {over} bytes after the end of the file")
+    for tensor in tensors:
         if tensor.offset < position:
             raise SafetensorsError(f"{path}: tensor {tensor.name} overlaps {previous}")
         if tensor.offset > position:
@@ -233,7 +234,8 @@ class SafetensorsFolder:
                 )
         if self._declared_size != self.total_size:
             raise SafetensorsError(
-                f"{index_path}: metadata.total_size is {self._declared_size}, the shards hold {self.total_size} bytes of tensors"
+                f"{index_path}: metadata.total_size is {self._declared_size}, the shards hold "
+                f"{self.total_size} bytes of tensors"
             )
 
     @property
@@ -249,19 +251,24 @@ class SafetensorsFolder:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def handle(self, tensor: TensorInfo) -> int:
+        """Descriptor of the open file that holds a tensor; it stays open until ``close``."""
+        if tensor.file not in self._handles:
+            self._handles[tensor.file] = os.open(self.path / tensor.file, os.O_RDONLY)
+        return self._handles[tensor.file]
+
     def read_into(self, tensor: TensorInfo, buffer: np.ndarray, *, start: int = 0) -> None:
         """Fills ``buffer`` (contiguous, any dtype) with the bytes of ``tensor`` from byte ``start`` on.
 
         Raises:
           SafetensorsError: the file ends early (it was changed after it was opened).
         """
-        if tensor.file not in self._handles:
-            self._handles[tensor.file] = os.open(self.path / tensor.file, os.O_RDONLY)
+        handle = self.handle(tensor)
         view = memoryview(buffer.reshape(-1).view(np.uint8))
         done = 0
         while done < len(view):
             piece = view[done : done + _MAX_READ]
-            count = os.preadv(self._handles[tensor.file], [piece], tensor.offset + start + done)
+            count = os.preadv(handle, [piece], tensor.offset + start + done)
             if count == 0:
                 raise SafetensorsError(f"{self.path / tensor.file}: the file ends inside tensor {tensor.name}")
             done += count

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mage_jax.weights.plain_chunks import copy_range
 from mage_jax.weights.safetensors_io import ITEM_BITS, SINGLE_FILE
 
 GB = 1_000_000_000  # as in Hugging Face's shard sizes
@@ -127,6 +128,17 @@ class SafetensorsWriter:
         view = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         _pwrite(handle, view, offset + start)
         self._left[name] -= array.nbytes
+
+    def copy(self, name: str, count: int, *, start: int, source: int, offset: int) -> None:
+        """Copies ``count`` bytes at ``offset`` of the open file ``source`` to byte ``start`` of a tensor.
+
+        Raises:
+          EOFError: the source ends early.
+          OSError: the disk is full.
+        """
+        handle, position, _ = self._places[name]
+        copy_range(source, handle, count, source_offset=offset, target_offset=position + start)
+        self._left[name] -= count
 
     def close(self) -> None:
         """Closes the files.

@@ -8,6 +8,7 @@ import numpy as np
 
 from mage_jax.config import DataConfig, OptimizerConfig, TrainConfig
 from mage_jax.data.loader import HostBatch
+from mage_jax.params import declare, flatten, unflatten
 from mage_jax.types import TrainBatch
 from tests.helpers import random_rows, tiny_config
 
@@ -61,6 +62,16 @@ def tiny_train_config(**changes) -> TrainConfig:
     return dataclasses.replace(config, **changes)
 
 
+def random_params(model, *, seed: int = 0):
+    """Parameters at their usual scale, from numpy: the real initialiser takes seconds to compile."""
+    rng = np.random.default_rng(seed)
+    flat = {}
+    for path, spec in flatten(declare(model)).items():
+        scale = 1 / np.sqrt(spec.fan_in) if spec.fan_in else 0.02
+        flat[path] = (scale * rng.normal(size=spec.shape) + (spec.init == "ones")).astype(np.float32)
+    return unflatten(flat)
+
+
 class SyntheticDataset:
     """Batches that are a function of their number, with a grain-like iterator; ends after ``length`` if given."""
 
@@ -90,6 +101,9 @@ class _SyntheticIterator:
         batch = self._dataset.edit(number, batch)
         ids = [[f"sample-{number}-{row}"] for row in range(rows)]
         return HostBatch(batch, ids, int((batch.rows.segment_ids_bt > 0).sum()), 0)
+
+    def close(self):
+        pass
 
     def get_state(self):
         return {"next": self._next}

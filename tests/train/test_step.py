@@ -1,29 +1,35 @@
 """Loss, gradients and metrics are sums over targets: how rows are cut into micro-batches or packed changes nothing."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mage_jax.config import ConfigError, MeshConfig
+from mage_jax.config import ComputeConfig, ConfigError, MeshConfig
 from mage_jax.ops.vocab import LossSums
-from mage_jax.params import flatten, init_params
+from mage_jax.params import flatten
 from mage_jax.sharding import make_mesh
 from mage_jax.train import step as step_module
+from mage_jax.train.loop import device_batch
 from mage_jax.train.optimizer import make_optimizer
-from mage_jax.train.state import init_state
+from mage_jax.train.state import abstract_state, state_from_params
 from mage_jax.train.step import gradient_sums, make_train_step, split_micro_batches, summarize, train_step
-from tests.train.helpers import packed_batch, tiny_train_config
+from tests.helpers import random_rows
+from tests.train.conftest import QUICK
+from tests.train.helpers import packed_batch, random_params, tiny_train_config, with_targets
 
 CONFIG = tiny_train_config()
-PARAMS = init_params(CONFIG.model, jax.random.key(1))
+PARAMS = random_params(CONFIG.model)
 LIMIT = 1e-5  # norm of the difference over the norm, per parameter
 
 
 def gradients(batch, *, micro_batches=1):
     config = dataclasses.replace(CONFIG, micro_batches=micro_batches)
-    grads, sums = jax.jit(lambda p, b: gradient_sums(p, {}, b, config=config))(PARAMS, batch)
+    function = jax.jit(lambda p, b: gradient_sums(p, {}, b, config=config), compiler_options=QUICK)
+    grads, sums = function(PARAMS, batch)
     weight = float(sums.weight)
     return {path: np.asarray(g, np.float64) / weight for path, g in flatten(grads).items()}, sums
 
@@ -77,7 +83,7 @@ def test_a_batch_without_targets_is_skipped_and_counted():
     mesh = make_mesh(MeshConfig())
     optimizer = make_optimizer(CONFIG.optimizer, model=CONFIG.model, total_steps=CONFIG.steps)
     with jax.set_mesh(mesh):
-        state = init_state(CONFIG, optimizer, mesh)
+        state = state_from_params(CONFIG, optimizer, mesh, PARAMS)
         step = make_train_step(CONFIG, optimizer=optimizer, mesh=mesh)
         state, first = step(state, packed_batch())
         before = jax.tree.map(np.array, state)
@@ -96,13 +102,14 @@ def test_a_batch_without_targets_is_skipped_and_counted():
     assert float(third.learning_rate) < float(empty.learning_rate) == pytest.approx(1e-3)
 
 
-def test_metrics_are_what_numpy_says():
+def test_metrics_are_what_numpy_says(whole):
     optimizer = make_optimizer(CONFIG.optimizer, model=CONFIG.model, total_steps=CONFIG.steps)
-    state = init_state(CONFIG, optimizer, make_mesh(MeshConfig()))
+    mesh = make_mesh(MeshConfig())
     batch = packed_batch()
-    grads, sums = gradients(batch)  # of PARAMS; the step below starts from the same
-    state = state.replace(params=PARAMS)
-    new, metrics = jax.jit(lambda s, b: train_step(s, b, config=CONFIG, optimizer=optimizer))(state, batch)
+    grads, sums = whole
+    with jax.set_mesh(mesh):
+        state = state_from_params(CONFIG, optimizer, mesh, PARAMS)
+        new, metrics = make_train_step(CONFIG, optimizer=optimizer, mesh=mesh)(state, batch)
     values = summarize(jax.device_get(metrics))
     assert values["loss"] == pytest.approx(float(sums.loss) / batch.weights_bt.sum(), rel=1e-6)
     assert values["accuracy"] == pytest.approx(float(sums.correct) / batch.weights_bt.sum())
@@ -116,6 +123,33 @@ def test_metrics_are_what_numpy_says():
     assert values["param_norm"] == pytest.approx(norm(new.params), rel=1e-5)
     moved = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - np.asarray(b, np.float64), new.params, PARAMS)
     assert values["update_norm"] == pytest.approx(norm(moved), rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("micro_batches", "remat"), [(1, "none"), (2, "full"), (4, "dots")])
+def test_a_step_keeps_structure_shapes_and_dtypes(dtype, micro_batches, remat):
+    compute = ComputeConfig(compute_dtype=dtype, remat=remat, attention="xla_chunked", attention_chunk=16)
+    config = tiny_train_config(param_dtype=dtype, micro_batches=micro_batches, compute=compute)
+    optimizer = make_optimizer(config.optimizer, model=config.model, total_steps=config.steps)
+    before = abstract_state(config, optimizer, make_mesh(MeshConfig()))
+    function = functools.partial(train_step, config=config, optimizer=optimizer)
+    after, metrics = jax.eval_shape(function, before, packed_batch())
+    same = jax.tree.map(lambda a, b: (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, False), after, before)
+    assert all(jax.tree.leaves(same))
+    floats = [x for x in jax.tree.leaves(metrics) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert {x.dtype for x in floats} == {jnp.dtype("float32")}
+
+
+def test_text_only_rows_train_without_a_vision_tower():
+    config = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, patches_per_row=0))
+    optimizer = make_optimizer(config.optimizer, model=config.model, total_steps=config.steps)
+    rows = random_rows(config.model, [[(9, []), (6, [])], [(12, [])]], tokens=24, patches=0)
+    mesh = make_mesh(MeshConfig())
+    with jax.set_mesh(mesh):
+        state = state_from_params(config, optimizer, mesh, PARAMS)
+        batch = device_batch(with_targets(rows), mesh)
+        _, metrics = make_train_step(config, optimizer=optimizer, mesh=mesh)(state, batch)
+    assert 0 < float(metrics.grad_norm) < 100
 
 
 def test_rows_that_cannot_be_split_evenly_are_refused():
