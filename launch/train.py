@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pathlib
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     elif options.coordinator or options.processes or options.process is not None:
         raise ConfigError("--coordinator, --processes and --process need --distributed")
 
-    say = print
+    say = functools.partial(print, flush=True)  # in order with the log lines on stderr
     if jax.process_index() != 0:  # its lines would only repeat those of process 0
         logging.getLogger("mage_jax").setLevel(logging.WARNING)
         say = logging.getLogger("mage_jax").info

@@ -14,6 +14,7 @@ import math
 import os
 import pathlib
 import shutil
+import time
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
@@ -40,7 +41,7 @@ class Meta:
       process_count: hosts of the run; the data is split by it.
       data_workers: decoding processes; the order of samples depends on it.
       config: ``to_dict`` of the resolved ``TrainConfig``.
-      samples_consumed: samples of this process's rows in all steps so far.
+      samples_consumed: samples of host 0's rows in all steps so far.
       format: of this folder.
     """
 
@@ -112,7 +113,7 @@ class Checkpoints:
         if jax.process_index() == 0 and self._directory.is_dir():
             for left in self._directory.glob(f"*{TEMPORARY}*"):
                 LOGGER.warning("removing %s, which a killed save left behind", left)
-                shutil.rmtree(left)
+                _remove(left)
         training = ocp.training
         self._checkpointer = training.Checkpointer(
             self._directory,
@@ -231,6 +232,16 @@ class Checkpoints:
         step, self._saving = self._saving, None
         kept = "no earlier checkpoint exists" if self.latest is None else f"checkpoint {self.latest} is intact"
         return CheckpointError(f"{self._directory}: saving step {step} failed ({_reason(error)}); {kept}")
+
+
+def _remove(folder: pathlib.Path) -> None:
+    """Removes a folder into which threads of a failed save may still be writing."""
+    for _ in range(50):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
+    raise CheckpointError(f"{folder}: cannot be removed; it is left over from an unfinished save, remove it by hand")
 
 
 def _reason(error: BaseException) -> str:

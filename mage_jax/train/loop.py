@@ -156,8 +156,9 @@ def _loop(run: _Run, state: TrainState, iterator: Iterator[Any], log: RunLog, *,
         last = step == config.steps
         stopping = run.stop.requested(step)
         logging_now = last or step % config.log_every == 0
+        evaluating_now = run.eval_dataset is not None and not stopping and (last or step % config.eval_every == 0)
         saving_now = last or stopping or step % config.checkpoint.every == 0
-        if logging_now or saving_now:
+        if logging_now or evaluating_now or saving_now:
             now = summarize(jax.device_get(metrics))
             check_finite(step, now)
             run.checkpoints.poll()
@@ -168,12 +169,13 @@ def _loop(run: _Run, state: TrainState, iterator: Iterator[Any], log: RunLog, *,
             if not log.has_bar:
                 LOGGER.info("%s", _line(step, config.steps, values))
         log.progress(step, values)
-        if run.eval_dataset is not None and not stopping and (last or step % config.eval_every == 0):
+        if evaluating_now:
             with clock.paused():
                 result = evaluate(run, state, step=step)
             if result is not None:
                 log.metrics(step, result)
-        if saving_now:
+            stopping = run.stop.requested(step)  # evaluation may have been long
+        if saving_now or stopping:
             with clock.paused():
                 _save(run, state, iterator, log, step=step, consumed=consumed)
             saved = step
@@ -181,6 +183,7 @@ def _loop(run: _Run, state: TrainState, iterator: Iterator[Any], log: RunLog, *,
             reason = "signal"
             break
     if saved != step:
+        check_finite(step, summarize(jax.device_get(metrics)))
         _save(run, state, iterator, log, step=step, consumed=consumed)
     run.checkpoints.wait()
     return Result(step, reason, values)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from mage_jax.config import CheckpointConfig
+from mage_jax.config import CheckpointConfig, ConfigError
 from mage_jax.train import checkpoint as checkpoint_module
 from mage_jax.train import loop
 from mage_jax.train.loop import TrainError, train
@@ -154,6 +154,34 @@ def test_evaluation_is_logged_and_leaves_training_alone(tmp_path, finished):
     assert [line["step"] for line in evals] == [4, 8]
     assert evals[0]["eval_loss"] > 0 and 0 <= evals[0]["eval_accuracy"] <= 1
     assert [line for line in lines if line not in evals] == lines_without_clock(whole)
+
+
+def test_a_stop_request_during_evaluation_saves_that_step(tmp_path):
+    config = dataclasses.replace(CONFIG, eval_every=4, data=dataclasses.replace(CONFIG.data, eval_records=("x",)))
+
+    def terminate(number, batch):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return batch
+
+    datasets = datasets_of(SyntheticDataset(config), SyntheticDataset(config, length=2, edit=terminate))
+    result = train(config, tmp_path, datasets=datasets)
+    assert (result.step, result.reason) == (4, "signal") and steps_in(tmp_path) == [3, 4]
+
+
+def test_records_that_end_in_a_bad_step_are_not_saved(tmp_path):
+    def poison(number, batch):
+        if number == 4:
+            batch.rows.patches_bpc[:] = np.nan
+        return batch
+
+    with pytest.raises(TrainError, match="step 5"):
+        run(tmp_path, dataclasses.replace(CONFIG, log_every=100), length=5, edit=poison)
+    assert steps_in(tmp_path) == [3]
+
+
+def test_evaluation_needs_records(tmp_path):
+    with pytest.raises(ConfigError, match=r"eval_every: needs data\.eval_records"):
+        run(tmp_path, dataclasses.replace(CONFIG, eval_every=4))
 
 
 def test_recompilation_after_warm_up_is_warned_about(caplog):
