@@ -181,7 +181,7 @@ class DataConfig:
 
     records: tuple[str, ...] = ()  # JSONL files; image paths inside are relative to their file
     eval_records: tuple[str, ...] = ()
-    tokenizer: str = "toy"  # "toy", or a tokenizer.json, or a folder holding one
+    tokenizer: str = ""  # "": the own one of init_from; else "toy", a tokenizer.json, or a folder holding one
     rows: int = 8  # packed rows in a step, over all hosts
     tokens_per_row: int = 32_768
     patches_per_row: int = 131_072

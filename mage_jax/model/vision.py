@@ -13,6 +13,7 @@ from mage_jax.ops.attention import attention
 from mage_jax.ops.norms import layer_norm
 from mage_jax.ops.rotary import rotate_interleaved, vision_angles
 
+
 def normalize_pixels(patches_bpc: jax.Array, config: VisionConfig) -> jax.Array:
     """uint8 patch vectors (channel, y, x) -> float32 normalised ones; float32 input passes unchanged."""
     if patches_bpc.dtype != jnp.uint8:

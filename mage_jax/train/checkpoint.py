@@ -25,6 +25,7 @@ from mage_jax.train.state import TrainState
 
 FORMAT = 1
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the names of folders that are being written
+CHUNK_BYTES = 64 << 20  # of stored arrays; orbax would store each whole, and export reads layer by layer
 LOGGER = logging.getLogger(__name__)
 
 
@@ -115,8 +116,11 @@ class Checkpoints:
                 LOGGER.warning("removing %s, which a killed save left behind", left)
                 _remove(left)
         training = ocp.training
+        context = ocp.Context()
+        context.array.saving.scoped_storage_options_creator = _storage_options
         self._checkpointer = training.Checkpointer(
             self._directory,
+            context=context,
             save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),  # the loop decides
             preservation_policy=training.preservation_policies.LatestN(keep),
         )
@@ -232,6 +236,16 @@ class Checkpoints:
         step, self._saving = self._saving, None
         kept = "no earlier checkpoint exists" if self.latest is None else f"checkpoint {self.latest} is intact"
         return CheckpointError(f"{self._directory}: saving step {step} failed ({_reason(error)}); {kept}")
+
+
+def _storage_options(path: Any, leaf: Any) -> Any:
+    """How orbax cuts one array into chunks: stacked weights by layer, other large ones where they are longest."""
+    if getattr(leaf, "nbytes", 0) <= CHUNK_BYTES:
+        return None
+    stacked = any(getattr(part, "key", None) == "layers" for part in path)
+    return ocp.options.ArrayOptions.Saving.StorageOptions(
+        chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if stacked else None
+    )
 
 
 def _remove(folder: pathlib.Path) -> None:

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from mage_jax.agent.tokenizer import Tokenizer
-from mage_jax.config import ConfigError, DataConfig, TrainConfig, to_dict
+from mage_jax.config import ConfigError, TrainConfig, to_dict
 from mage_jax.data import preprocessor
 from mage_jax.data.loader import make_loader
 from mage_jax.sharding import param_shardings
@@ -42,7 +42,7 @@ class Plan:
 
     Attributes:
       config: resolved: its ``model`` is the geometry that is really trained.
-      tokenizer: what the loader uses: the checkpoint's own tokenizer where the config leaves the default.
+      tokenizer: what the loader uses: the checkpoint's own tokenizer where the config names none.
       resume_step: step of its own checkpoint to continue, None to start at 0.
       origin: one line for people.
       notes: further lines: what differs from the config or from the checkpoint.
@@ -79,7 +79,7 @@ def plan_start(config: TrainConfig, workdir: pathlib.Path, checkpoints: Checkpoi
         tokenizer = _tokenizer(config, workdir / ASSETS)
         return Plan(config, tokenizer, step, f"continues its own checkpoint at step {step} in {workdir}", tuple(notes))
     if not config.init_from:
-        return Plan(config, config.data.tokenizer, None, f"starts from random weights (seed {config.seed})")
+        return Plan(config, _tokenizer(config, None), None, f"starts from random weights (seed {config.seed})")
     model = read_config(config.init_from)
     changed = _differences(_plain(config.model), _plain(model), "model")
     notes = [f"the geometry of {config.init_from} replaces config.model ({', '.join(changed)})"] if changed else []
@@ -96,11 +96,18 @@ def plan_start(config: TrainConfig, workdir: pathlib.Path, checkpoints: Checkpoi
     return Plan(config, tokenizer, None, f"starts from the weights of {config.init_from}", tuple(notes))
 
 
-def _tokenizer(config: TrainConfig, assets: pathlib.Path) -> str:
-    """The tokenizer of the checkpoint that the run began from, unless the config names another one."""
+def _tokenizer(config: TrainConfig, assets: pathlib.Path | None) -> str:
+    """The tokenizer that the config names, else that of the checkpoint that the run began from."""
+    if config.data.tokenizer:
+        return config.data.tokenizer
+    if assets is None:
+        raise ConfigError(
+            'config.data.tokenizer: is empty and there is no init_from to take one from; name one, or "toy"'
+        )
     own = assets / "tokenizer.json"
-    default = config.data.tokenizer == DataConfig().tokenizer
-    return str(own) if config.init_from and default and own.is_file() else config.data.tokenizer
+    if not own.is_file():
+        raise ConfigError(f"config.data.tokenizer: is empty and {assets} has no tokenizer.json; name one")
+    return str(own)
 
 
 def check_resumable(meta: Meta, config: TrainConfig, *, where: str) -> list[str]:

@@ -55,7 +55,7 @@ def tiny_train_config(**changes) -> TrainConfig:
         name="tiny",
         model=tiny_config(),
         steps=8,
-        data=DataConfig(rows=4, tokens_per_row=48, patches_per_row=64),
+        data=DataConfig(tokenizer="toy", rows=4, tokens_per_row=48, patches_per_row=64),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2),
         log_every=1,
     )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +15,7 @@ from mage_jax.config import MeshConfig, OptimizerConfig, to_dict
 from mage_jax.sharding import make_mesh
 from mage_jax.train.checkpoint import CheckpointError, Checkpoints, JsonPart, Meta, free_space_note
 from mage_jax.train.optimizer import make_optimizer
-from mage_jax.train.state import abstract_state, state_from_params
+from mage_jax.train.state import TrainState, abstract_state, state_from_params
 from tests.train.helpers import random_params, tiny_train_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -176,3 +177,25 @@ def test_another_geometry_format_or_damage_is_named(setup, tmp_path):
 def test_free_space_note(tmp_path):
     assert free_space_note(tmp_path, 1) is None
     assert "needs about 1048576.0 GiB" in free_space_note(tmp_path, 2**50)
+
+
+def test_large_arrays_are_stored_in_pieces_and_stacked_ones_by_layer(tmp_path, monkeypatch):
+    monkeypatch.setattr("mage_jax.train.checkpoint.CHUNK_BYTES", 16_384)
+    params = {
+        "text": {"embed_vd": jnp.ones((96, 64)), "layers": {"q": jnp.ones((3, 64, 64)), "norm_d": jnp.ones((3, 64))}}
+    }
+    state = TrainState(
+        step=jnp.int32(1), params=params, opt_state={"count": jnp.int32(0)}, rng=jax.random.key_data(jax.random.key(0))
+    )
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, state, data_state={}, meta=Meta(step=1, process_count=1, data_workers=0, config={}))
+    checkpoints.close()
+    (described,) = (tmp_path / "1" / "params" / "array_metadatas").iterdir()
+    found = {
+        m["array_metadata"]["param_name"]: m["array_metadata"]
+        for m in json.loads(described.read_text())["array_metadatas"]
+    }
+    chunks = {name: tuple(m["chunk_shape"]) for name, m in found.items()}
+    assert chunks["text.layers.q"] == (1, 64, 64)
+    assert chunks["text.layers.norm_d"] == (3, 64)
+    assert np.prod(chunks["text.embed_vd"]) * 4 <= 16_384 and chunks["text.embed_vd"][0] > 1

@@ -44,7 +44,9 @@ def get_config(variant=""):
             bos_token_id=ids.endoftext, eos_token_ids=(ids.im_end,),
         ),
         steps={steps},
-        data=DataConfig(records=({records!r},), rows=4, tokens_per_row=320, patches_per_row=256, packing_bins=3),
+        data=DataConfig(
+            records=({records!r},), tokenizer="toy", rows=4, tokens_per_row=320, patches_per_row=256, packing_bins=3
+        ),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4),
         checkpoint=CheckpointConfig(every={every}),
         micro_batches=2,

@@ -131,7 +131,10 @@ def test_folders_that_are_not_runs_are_left_alone(tmp_path):
 def test_the_tokenizer_of_the_checkpoint_is_used_unless_another_is_named(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     run(first)
-    config = dataclasses.replace(CONFIG, init_from=str(first))
+    unnamed = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, tokenizer=""))
+    with pytest.raises(ConfigError, match=r"config\.data\.tokenizer: is empty and there is no init_from"):
+        train(unnamed, tmp_path / "scratch")
+    config = dataclasses.replace(unnamed, init_from=str(first))
     seen = []
 
     def datasets(config, *, evaluation):
@@ -147,7 +150,7 @@ def test_the_tokenizer_of_the_checkpoint_is_used_unless_another_is_named(tmp_pat
     assert seen == [own, copied, str(first / "assets")]
     assert f"tokenizer: {own}" in lines
     config_file = json.loads((second / "config.json").read_text())
-    assert config_file["data"]["tokenizer"] == "toy", "the config stays as it was written"
+    assert config_file["data"]["tokenizer"] == "", "the config stays as it was written"
 
 
 def test_other_image_limits_than_the_checkpoint_are_said(tmp_path):
