@@ -31,6 +31,7 @@ import numpy as np
 
 from mage_jax.config import ComputeConfig, ConfigError, ModelConfig
 from mage_jax.data.hf_inputs import IGNORE_LABEL, HfInputs, HfInputsError, from_hf_inputs
+from mage_jax.data.image import save_npz
 from mage_jax.model.cache import slots_for
 from mage_jax.model.generate import decode_step, prefill
 from mage_jax.model.mage_vl import forward, logits, output_head
@@ -279,17 +280,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print_table(verdicts)
     return 0 if all(v.passed for v in verdicts) else 1
-
-
-def save_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes beside and renames, so that a file under the final name is whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            np.savez(file, **arrays)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ For trying converters, loaders and memory plans without the released weights. Th
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 import zlib
@@ -21,44 +20,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from tqdm import tqdm
 
-from configs.models import mage_vl_4b
+from configs.models import mage_vl_4b, toy
 from convert import cli
-from mage_jax.config import ModelConfig
 from mage_jax.weights.atomic import atomic_folder
 from mage_jax.weights.hf_config import write_hf_config
 from mage_jax.weights.hf_export import plan_files
 from mage_jax.weights.safetensors_io import INDEX_FILE
 from mage_jax.weights.safetensors_write import FileSpec, SafetensorsWriter, TensorSpec
 
-PIECE = 16 << 20  # values generated at a time
-
-
-def toy() -> ModelConfig:
-    """A few hundred thousand parameters in the released layout."""
-    full = mage_vl_4b()
-    return dataclasses.replace(
-        full,
-        vision=dataclasses.replace(full.vision, hidden_size=64, num_layers=2, num_heads=2, mlp_size=128),
-        text=dataclasses.replace(
-            full.text,
-            hidden_size=64,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=32,
-            mlp_size=160,
-            vocab_size=512,
-        ),
-        image_token_id=505,
-        video_token_id=506,
-        vision_start_token_id=503,
-        vision_end_token_id=504,
-        bos_token_id=500,
-        eos_token_ids=(501,),
-    )
-
-
 SIZES = {"4b": mage_vl_4b, "toy": toy}
+PIECE = 16 << 20  # values generated at a time
 
 
 def random_values(rng: np.random.Generator, count: int, *, norm: bool) -> np.ndarray:

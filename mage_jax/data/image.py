@@ -275,7 +275,7 @@ def preprocess(source: ImageRef | str | os.PathLike[str], *, image: ImageConfig)
     }
 
 
-def _save_npz(path: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
+def save_npz(path: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
     """Writes beside the target, then renames: a reader never sees half a file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -298,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         image = dataclasses.replace(defaults, min_pixels=args.min_pixels, max_pixels=args.max_pixels)
         arrays = preprocess(args.image, image=image)
-        _save_npz(pathlib.Path(args.out), arrays)
+        save_npz(pathlib.Path(args.out), arrays)
     except (ImageError, ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
