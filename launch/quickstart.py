@@ -151,6 +151,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if equal == tensors else 1
 
 
+def shown_path(path: Path) -> str:
+    """Relative to where the user stands, when it lies below."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def print_summary(summary: dict, run: Path) -> None:
     first, last = summary["loss"]
     rows = [
@@ -163,8 +169,8 @@ def print_summary(summary: dict, run: Path) -> None:
         ("clicks inside the box, held-out pages", "{} of {}".format(*summary["clicks_on_held_out_pages"])),
         ("parameters bit-equal after export and import", "{} of {}".format(*summary["tensors_equal_after_reimport"])),
         ("time", f"{summary['minutes']:.1f} min"),
-        ("loss curve", str(run / "loss.png")),
-        ("Hugging Face folder", str(run / "hf")),
+        ("loss curve", shown_path(run / "loss.png")),
+        ("Hugging Face folder", shown_path(run / "hf")),
     ]
     width = max(len(label) for label, _ in rows)
     print()
