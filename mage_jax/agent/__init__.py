@@ -1,1 +1,1 @@
-"""Prompt, tokenizer and rendering to tokens with loss spans."""
+"""Prompt, turn grammar, parser, coordinates, working memory, tokenizer and rendering to tokens with loss spans."""

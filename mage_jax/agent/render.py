@@ -8,25 +8,29 @@ An image is ``<|vision_start|>``, ``<|image_pad|>`` repeated to its token count,
 between it and the text around it. Control tokens are placed here and only here; text can never produce one.
 
 The loss covers what the model itself writes: an assistant turn after its header, up to and including ``<|im_end|>``
-(the newline after it is written by the template). Spans tile the tokens, so a later rule can reweight one kind.
+(the newline after it is written by the template). Spans tile the tokens and tell thought, action and calls apart, so
+that a rule can reweight one kind: stage 1 masks the bodies of thoughts and keeps their tags.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
+from mage_jax.agent.spans import TextKind, split_text
 from mage_jax.agent.tokenizer import Tokenizer
 
 DEFAULT_SYSTEM = "You are a helpful assistant."
 ROLES = ("system", "user", "assistant")
 
-Kind = Literal["prompt", "assistant", "end"]
-# Weight of each kind's tokens in the supervised loss.
-KIND_WEIGHTS: dict[Kind, float] = {"prompt": 0.0, "assistant": 1.0, "end": 1.0}
+Kind = Literal["prompt", "end"] | TextKind
+# Weight of each kind's tokens in the supervised loss: all that the model writes.
+KIND_WEIGHTS: dict[Kind, float] = {"prompt": 0.0, "end": 1.0, **dict.fromkeys(get_args(TextKind), 1.0)}
 
 
 class RenderError(ValueError):
@@ -41,9 +45,10 @@ class ImageCountError(RenderError):
 class Span:
     """Tokens ``start`` (included) to ``end`` (excluded) of one kind.
 
-    Kinds: "prompt" (given to the model), "assistant" (body that the model writes), "end" (the ``<|im_end|>`` by which
-    it ends its turn). ``message`` is the index in the given messages, -1 for the inserted system turn and for the
-    generation prompt.
+    Kinds: "prompt" (given to the model), "end" (the ``<|im_end|>`` by which it ends its turn), and those of the text
+    that it writes (``spans.TextSpan``). A token has the kind of its first character: the newline that a full stop
+    takes with it belongs to the sentence. ``message`` is the index in the given messages, -1 for the inserted system
+    turn and for the generation prompt.
     """
 
     start: int
@@ -97,6 +102,17 @@ class _Writer:
 
     def text(self, text: str) -> None:
         self._text.append(text)
+
+    def assistant(self, text: str, message: int) -> None:
+        """The body of an assistant turn: one run of tokens, each of its first character's kind."""
+        self.begin("other", message)
+        ids, starts = self.tokenizer.encode_with_starts(text)
+        first = 0
+        for span in split_text(text):
+            last = bisect.bisect_left(starts, span.end, first)
+            self._kind = span.kind
+            self._append(ids[first:last])
+            first = last
 
     def control(self, *ids: int) -> None:
         self.flush()
@@ -156,6 +172,15 @@ def _items(message: Any, index: int) -> tuple[str, list[str | None]]:
     return role, items
 
 
+def _kind_weights(changes: Mapping[Kind, float]) -> dict[Kind, float]:
+    for kind, weight in changes.items():
+        if kind not in KIND_WEIGHTS:
+            raise RenderError(f"kind_weights: no kind {kind!r}; there are {', '.join(KIND_WEIGHTS)}")
+        if not 0 <= weight < math.inf:
+            raise RenderError(f"kind_weights[{kind!r}]: must be finite and not negative, got {weight!r}")
+    return {**KIND_WEIGHTS, **changes}
+
+
 def render(
     messages: Sequence[Mapping[str, Any]],
     *,
@@ -163,6 +188,7 @@ def render(
     image_token_counts: Sequence[int] = (),
     add_generation_prompt: bool = False,
     default_system: str | None = DEFAULT_SYSTEM,
+    kind_weights: Mapping[Kind, float] = KIND_WEIGHTS,
 ) -> Rendered:
     """Renders a conversation.
 
@@ -173,15 +199,18 @@ def render(
       image_token_counts: visual tokens of each image, in order of appearance.
       add_generation_prompt: end with ``<|im_start|>assistant\\n``, for the model to go on.
       default_system: the system turn to insert when the first message is not one; None inserts nothing.
+      kind_weights: loss weight of some kinds' tokens, such as ``{"think_body": 0.0}``; others keep ``KIND_WEIGHTS``.
 
     Returns:
       ``Rendered``. An assistant header is tokenised apart from its body, as in generation, where the body does not
       exist yet; so a body that begins with a newline trains exactly the tokens that are sampled.
 
     Raises:
-      RenderError: no messages, an unknown role or item, a system turn that is not first.
+      RenderError: no messages, an unknown role or item, a system turn that is not first, an unknown kind or a weight
+        that is negative or not finite.
       ImageCountError: more or fewer images than counts, or a count below 1.
     """
+    weight_of = _kind_weights(kind_weights)
     if not messages:
         raise RenderError("messages: is empty")
     parsed = [(index, *_items(message, index)) for index, message in enumerate(messages)]
@@ -202,14 +231,14 @@ def render(
         writer.control(special.im_start)
         writer.text(f"{role}\n")
         if role == "assistant":
-            writer.begin("assistant", index)
-        for item in items:
-            if item is None:
-                writer.image(int(next(counts)))
-            else:
-                writer.text(item)
-        if role == "assistant":
+            writer.assistant("".join(items), index)
             writer.begin("end", index)
+        else:
+            for item in items:
+                if item is None:
+                    writer.image(int(next(counts)))
+                else:
+                    writer.text(item)
         writer.control(special.im_end)
         if role == "assistant":
             writer.begin("prompt", index)
@@ -222,7 +251,7 @@ def render(
 
     weights = np.zeros(len(writer.tokens), np.float32)
     for span in writer.spans:
-        weights[span.start : span.end] = KIND_WEIGHTS[span.kind]
+        weights[span.start : span.end] = weight_of[span.kind]
     return Rendered(
         tokens=np.asarray(writer.tokens, np.int32),
         weights=weights,

@@ -75,6 +75,9 @@ class Tokenizer:
         # Truncation or padding saved in the file would silently cut or lengthen samples.
         self._inner.no_truncation()
         self._inner.no_padding()
+        # A byte-level post-processor only trims offsets (templates do not run without special tokens); whitespace must
+        # keep its own, or ``encode_with_starts`` would give it to the token behind.
+        self._inner.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
         added = self._inner.get_added_tokens_decoder()
         self._special = {token.content: i for i, token in added.items() if token.special}
         self._bytes = {i: token.content.encode() for i, token in added.items()}
@@ -142,11 +145,22 @@ class Tokenizer:
         Raises:
           TokenizerError: the text holds a lone surrogate, which UTF-8 cannot express.
         """
+        return self._encode(text).ids
+
+    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+        """As ``encode_text``, and for each token the offset in ``text`` of its first character (never decreasing).
+
+        The tokens of a character that takes several bytes all have its offset.
+        """
+        encoding = self._encode(text)
+        return encoding.ids, [start for start, _ in encoding.offsets]
+
+    def _encode(self, text: str) -> tokenizers.Encoding:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise TokenizerError(f"text holds a lone surrogate at character {error.start}") from error
-        return self._inner.encode(text, add_special_tokens=False).ids
+        return self._inner.encode(text, add_special_tokens=False)
 
     def special(self, token: str) -> int:
         """Id of a control token such as ``<|im_start|>``; ``TokenizerError`` names it if the file lacks it."""

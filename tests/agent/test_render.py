@@ -79,15 +79,48 @@ def test_spans_tile_the_tokens_and_weights_follow_them():
     assert rendered.spans[0].start == 0 and rendered.spans[-1].end == len(rendered.tokens)
     assert all(a.end == b.start for a, b in zip(rendered.spans, rendered.spans[1:], strict=False))
     supervised = [s for s in rendered.spans if s.kind != "prompt"]
-    assert [(s.kind, s.message) for s in supervised] == [("assistant", 1), ("end", 1), ("assistant", 3), ("end", 3)]
-    assert TOY.decode(rendered.tokens[supervised[0].start : supervised[0].end]) == EPISODE[1]["content"]
-    assert rendered.tokens[supervised[1].start] == TOY.special_ids.im_end
+    kinds = ["think_open", "think_body", "think_close", "other", "action", "tool_call", "end"]
+    assert [(s.kind, s.message) for s in supervised] == [*((k, 1) for k in kinds), ("other", 3), ("end", 3)]
+    assert TOY.decode(rendered.tokens[supervised[0].start : supervised[5].end]) == EPISODE[1]["content"]
+    assert rendered.tokens[supervised[6].start] == TOY.special_ids.im_end
     weights = np.zeros(len(rendered.tokens), np.float32)
     for span in supervised:
         weights[span.start : span.end] = 1
     np.testing.assert_array_equal(rendered.weights, weights)
     assert 0 < rendered.weights.mean() < 1
     assert rendered.tokens.dtype == np.int32 and rendered.weights.dtype == np.float32
+
+
+def test_masking_think_bodies_keeps_tags_action_and_calls():
+    rendered = render(EPISODE, tokenizer=TOY, image_token_counts=[2, 1], kind_weights={"think_body": 0.0})
+    masked = rendered.tokens[(rendered.weights == 0) & (render_weights() == 1)]
+    assert TOY.decode(masked) == "\nI see it.\n"
+    trained = TOY.decode(rendered.tokens[rendered.weights == 1])
+    assert trained == EPISODE[1]["content"].replace("\nI see it.\n", "") + "<|im_end|>done<|im_end|>"
+
+
+def render_weights():
+    return render(EPISODE, tokenizer=TOY, image_token_counts=[2, 1]).weights
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [({"assistant": 1.0}, "no kind 'assistant'"), ({"end": -1.0}, "'end'"), ({"end": float("nan")}, "'end'")],
+)
+def test_bad_kind_weights(weights, reason):
+    with pytest.raises(RenderError, match=reason):
+        render(EPISODE, tokenizer=TOY, image_token_counts=[2, 1], kind_weights=weights)
+
+
+def test_a_token_has_the_kind_of_its_first_character():
+    """The toy tokenizer joins ".\\n": the newline before </think> is the thought's, in one token with the full stop."""
+    text = "<think>\né.\n</think>\nAction: 日.\n<tool_call>x</tool_call>"
+    rendered = render([{"role": "assistant", "content": text}], tokenizer=TOY, default_system=None)
+    pieces = {s.kind: TOY.decode(rendered.tokens[s.start : s.end]) for s in rendered.spans if s.message == 0}
+    assert pieces["think_body"] == "\né.\n" and pieces["action"] == "Action: 日.\n"
+    joined = render([{"role": "assistant", "content": "say.\nAction: x"}], tokenizer=TOY, default_system=None)
+    kinds = [(s.kind, TOY.decode(joined.tokens[s.start : s.end])) for s in joined.spans]
+    assert ("other", "say.\n") in kinds and ("action", "Action: x") in kinds
 
 
 @pytest.mark.parametrize("body", ["yes", "\n\nyes", " \n", ""])

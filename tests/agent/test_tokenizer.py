@@ -98,6 +98,30 @@ def test_qwen_like_normalizer_is_respected(tmp_path):
     assert tokenizer.decode(tokenizer.encode_text(decomposed)) == "é"
 
 
+@pytest.mark.parametrize("trim", [True, False])
+def test_starts_are_those_of_the_given_text_whatever_the_file_says(tmp_path, trim):
+    contents = json.loads(toy_tokenizer.build())
+    contents["normalizer"] = {"type": "NFC"}
+    contents["post_processor"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": trim,
+        "use_regex": False,
+    }
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(contents))
+    tokenizer = Tokenizer.load(path)
+    text = unicodedata.normalize("NFD", "é日 ") + "\n</think>\n\nAction: x"
+    ids, starts = tokenizer.encode_with_starts(text)
+    assert ids == tokenizer.encode_text(text) and starts == sorted(starts) and starts[0] == 0
+    close = ids.index(tokenizer.encode_text("</think>")[0])
+    assert starts[close] == text.index("</think>") and starts[close + 1] == text.index("\n\nAction")
+    # Each ASCII token starts where its own text stands, whitespace included.
+    for i, start in zip(ids, starts, strict=True):
+        piece = tokenizer.decode([i])
+        assert not piece.isascii() or text.startswith(piece, start)
+
+
 def test_saved_truncation_is_not_applied(tmp_path):
     contents = json.loads(toy_tokenizer.build())
     contents["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
