@@ -22,7 +22,13 @@ def get_config(variant: str = "4b") -> TrainConfig:
             name="sft_4b",
             model=mage_vl_4b(),
             steps=10_000,  # not reported
-            data=DataConfig(rows=64, tokens_per_row=32_768, patches_per_row=131_072, workers=4),  # rows: not reported
+            data=DataConfig(
+                rows=64,  # not reported
+                tokens_per_row=32_768,
+                patches_per_row=131_072,
+                packer="best_fit",
+                workers=4,
+            ),
             optimizer=OptimizerConfig(),
             compute=ComputeConfig(compute_dtype="bfloat16", remat="full", attention="xla_chunked"),
             mesh=MeshConfig(data=1, fsdp=-1),

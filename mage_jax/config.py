@@ -14,6 +14,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 REMAT_POLICIES = ("none", "full", "dots")
 ATTENTION_IMPLS = ("xla", "xla_chunked")
 TOWERS = ("vision", "merger", "text", "lm_head")
+PACKERS = ("first_fit", "best_fit")
 
 # Per-channel statistics that the released preprocessor normalises pixels with (CLIP's). Part of the model, not a knob.
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -176,24 +177,60 @@ class ComputeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class SourceConfig:
+    """One record set of a mixture. Its samples are called ``name/id``, and its shuffle depends on its name."""
+
+    name: str
+    records: tuple[str, ...]  # JSONL files
+    weight: float = 1.0  # samples drawn from it, relative to the other sources'
+
+    def __post_init__(self) -> None:
+        _require(bool(self.name) and "/" not in self.name, "SourceConfig.name", f"{self.name!r} is empty or has a /")
+        _require(len(self.records) > 0, "SourceConfig.records", f"source {self.name!r} has no files")
+        _require(
+            0 < self.weight < float("inf"),
+            "SourceConfig.weight",
+            f"must be positive and finite, got {self.weight!r}; leave source {self.name!r} out to not draw from it",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class DataConfig:
     """Records on disk and the shape of the packed rows made of them."""
 
     records: tuple[str, ...] = ()  # JSONL files; image paths inside are relative to their file
+    mixture: tuple[SourceConfig, ...] = ()  # instead of ``records``: several record sets, drawn by weight
+    packed: str = ""  # instead of both: a folder of ready rows, written by mage_jax.data.pack
     eval_records: tuple[str, ...] = ()
     tokenizer: str = ""  # "": the own one of init_from; else "toy", a tokenizer.json, or a folder holding one
     rows: int = 8  # packed rows in a step, over all hosts
     tokens_per_row: int = 32_768
     patches_per_row: int = 131_072
     max_samples_per_row: int = 0  # 0: no limit
-    packing_bins: int = 16  # rows kept open by the first-fit packer
+    packer: str = "first_fit"  # "best_fit": fuller rows of like attention cost, chosen over a window
+    packing_bins: int = 16  # first_fit: rows kept open
+    window: int = 256  # best_fit: pending samples that a row is chosen from
     epochs: int = 0  # 0: repeat for ever
     shuffle: bool = True
     workers: int = 0  # decoding processes; part of a run's identity (order depends on it)
     image: ImageConfig = dataclasses.field(default_factory=ImageConfig)
 
     def __post_init__(self) -> None:
-        _positive(self, "rows", "tokens_per_row", "packing_bins")
+        _positive(self, "rows", "tokens_per_row", "packing_bins", "window")
+        _require(self.packer in PACKERS, "DataConfig.packer", f"{self.packer!r} not in {PACKERS}")
+        _require(
+            not (self.records and self.mixture),
+            "DataConfig.mixture",
+            "records are given too; leave records empty, or make them a source of the mixture",
+        )
+        _require(
+            not (self.packed and (self.records or self.mixture)),
+            "DataConfig.packed",
+            "records or a mixture are given too; a packed folder holds its own",
+        )
+        names = [source.name for source in self.mixture]
+        for name in names:
+            _require(names.count(name) == 1, "DataConfig.mixture", f"two sources are named {name!r}")
         for field in ("patches_per_row", "max_samples_per_row", "epochs", "workers"):
             _require(getattr(self, field) >= 0, f"DataConfig.{field}", "must not be negative")
 

@@ -72,6 +72,21 @@ class TrainBatch:
 
 
 @dataclasses.dataclass(frozen=True)
+class ImageSpan:
+    """Where one image of a sample stands among the sample's patches.
+
+    Attributes:
+      key: equal keys mean equal patches: inside one row such images share them.
+      num_patches: of this image.
+      first: its first patch in ``Sample.patches``; -1 if it was left out because its row holds the key already.
+    """
+
+    key: str
+    num_patches: int
+    first: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Sample:
     """One unpacked sample on the host: what a renderer and the image code produce, what a packer consumes.
 
@@ -82,6 +97,8 @@ class Sample:
       patches: [P, C] float32 or uint8 patch vectors of all images, in order of appearance; P may be 0.
       patch_windows: int32 [P], 1, 2, ... attention windows in order.
       patch_positions: int32 [P, 3].
+      images: one span for each image in order of appearance, a repeated image pointing to the same patches; empty: the
+        images are unnamed, ``patches`` holds each of them, and nothing is shared.
     """
 
     sample_id: str
@@ -90,3 +107,4 @@ class Sample:
     patches: np.ndarray
     patch_windows: np.ndarray
     patch_positions: np.ndarray
+    images: tuple[ImageSpan, ...] = ()

@@ -135,17 +135,30 @@ def read_size(source: ImageRef | str | os.PathLike[str]) -> tuple[int, int]:
     return height, width
 
 
+def _load(source: ImageRef | str | os.PathLike[str]) -> Image.Image:
+    """The decoded picture in mode RGB; see ``load_rgb``."""
+    with _opened(source) as opened:
+        if opened.mode.split(";")[0] in _DEEP_MODES:
+            raise ImageError(f"has pixel mode {opened.mode}, more than 8 bits a channel; convert it to 8-bit RGB")
+        opened.load()
+        return opened if opened.mode == "RGB" else opened.convert("RGB")
+
+
 def load_rgb(source: ImageRef | str | os.PathLike[str]) -> np.ndarray:
     """uint8 [height, width, 3]. Alpha and palette transparency are dropped, not composited.
 
     Raises:
       ImageError: missing, truncated or damaged file, unknown format, no pixels or too many, over 8 bits a channel.
     """
-    with _opened(source) as opened:
-        if opened.mode.split(";")[0] in _DEEP_MODES:
-            raise ImageError(f"has pixel mode {opened.mode}, more than 8 bits a channel; convert it to 8-bit RGB")
-        opened.load()
-        return np.asarray(opened.convert("RGB"))
+    return np.asarray(_load(source))
+
+
+def _resize(picture: Image.Image, height: int, width: int) -> Image.Image:
+    if width != picture.width:
+        picture = picture.resize((width, picture.height), Image.Resampling.BICUBIC)
+    if height != picture.height:
+        picture = picture.resize((width, height), Image.Resampling.BICUBIC)
+    return picture
 
 
 def resize_rgb(rgb: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -154,12 +167,7 @@ def resize_rgb(rgb: np.ndarray, height: int, width: int) -> np.ndarray:
     Two explicit passes, width first: Pillow 13 swaps its own pass order for some sizes, which moves values by up to 25
     levels, and the released model was fed by the older order.
     """
-    picture = Image.fromarray(rgb)
-    if width != picture.width:
-        picture = picture.resize((width, picture.height), Image.Resampling.BICUBIC)
-    if height != picture.height:
-        picture = picture.resize((width, height), Image.Resampling.BICUBIC)
-    return np.asarray(picture)
+    return np.asarray(_resize(Image.fromarray(rgb), height, width))
 
 
 def patchify_uint8(rgb: np.ndarray, *, patch_size: int = PATCH_SIZE, merge_size: int = MERGE_SIZE) -> np.ndarray:
@@ -258,10 +266,10 @@ def image_patches(
     Raises:
       ImageError: see ``load_rgb`` and ``smart_resize``; the file is named.
     """
-    rgb = load_rgb(source)
-    height, width, _ = rgb.shape
+    picture = _load(source)  # stays Pillow's until it is resized: each copy of a screenshot is 6 MB
+    width, height = picture.size
     grid = _grid(_as_ref(source), height, width, image=image, patch_size=patch_size, merge_size=merge_size)
-    resized = resize_rgb(rgb, grid[1] * patch_size, grid[2] * patch_size)
+    resized = np.asarray(_resize(picture, grid[1] * patch_size, grid[2] * patch_size))
     return patchify_uint8(resized, patch_size=patch_size, merge_size=merge_size), grid
 
 

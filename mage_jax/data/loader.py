@@ -2,16 +2,20 @@
 
 Order of the pipeline::
 
-    records -> shuffle per epoch -> repeat -> [host slice] -> plan (tokens, image headers) -> first-fit packing
+    records -> shuffle per epoch -> repeat -> [host slice] -> plan (tokens, image headers) -> [mixture] -> packing
             -> rows of a batch -> [host slice] -> decode pixels -> [worker processes] -> HostBatch
 
 Packing holds plans, not pixels, so a resumed run replays its packing window without decoding a picture.
 
-How hosts share the work depends on whether the data end. Repeated for ever, each host takes every n-th *record* and
-packs for itself. With finite epochs (evaluation included) every host plans all records and takes its share of the
-*rows* of each batch: all hosts then see the same number of batches, without which the last step would hang.
+How hosts share the work. With the first-fit packer and data repeated for ever, each host takes every n-th *record* and
+packs for itself. Otherwise every host plans all records and takes its share of the *rows* of each batch. Finite epochs
+(evaluation included) need that, for all hosts must see the same number of batches, or the last step would hang; the
+best-fit packer needs it to balance the rows of a global batch.
 
-This is the one module of the room that imports grain, which imports jax where it is installed.
+A folder of packed rows (``DataConfig.packed``) replaces everything before the pixels.
+
+This module and those behind it (``rows``, ``mixture``, ``packing_iter``, ``packed``) import grain, which imports jax
+where it is installed.
 """
 
 from __future__ import annotations
@@ -21,20 +25,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
-import numpy as np
 from absl import flags
-from grain import experimental as grain_experimental
 
 from mage_jax.agent.tokenizer import Tokenizer
 from mage_jax.config import DataConfig, ImageConfig, VisionConfig
-from mage_jax.data.packing import RowShape, check_fits, empty_batch, fill_row
-from mage_jax.data.parse import Record
-from mage_jax.data.records import RecordSet
-from mage_jax.data.samples import SamplePlan, check_vision, materialise, plan
+from mage_jax.data.mixture import Source, open_sources
+from mage_jax.data.packed import PackedBatches, PackedFolder
+from mage_jax.data.packing import PlacedImage, RowShape, empty_batch, fill_row
+from mage_jax.data.rows import Planner, content_identity, planned_batches, row_shape
+from mage_jax.data.samples import SamplePlan, check_vision, materialise
 from mage_jax.types import PackedRows, TrainBatch
-
-# Threads that render records and read image headers ahead of the packer. Order does not depend on them.
-_READ = grain.ReadOptions(num_threads=4, prefetch_buffer_size=32)
 
 
 class LoaderError(ValueError):
@@ -67,21 +67,6 @@ class _Ledger:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Planner:
-    tokenizer: Tokenizer
-    image: ImageConfig
-    vision: VisionConfig
-    shape: RowShape
-
-    def __call__(self, record: Record) -> dict[str, Any]:
-        planned = plan(record, tokenizer=self.tokenizer, image=self.image, vision=self.vision)
-        tokens, patches = len(planned.tokens), planned.num_patches
-        check_fits(f"{record.id} ({record.where})", tokens=tokens, patches=patches, shape=self.shape)
-        # The packer copies what it packs, so it is given bytes of the right lengths; the plan rides along as it is.
-        return {"tokens": np.zeros(tokens, np.int8), "patches": np.zeros(patches, np.int8), "plan": planned}
-
-
-@dataclasses.dataclass(frozen=True)
 class _Batcher:
     """A list of packed rows to the arrays of this host's share of them."""
 
@@ -91,15 +76,15 @@ class _Batcher:
     vision: VisionConfig
     shape: RowShape
 
-    def __call__(self, packed: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        plans: list[list[SamplePlan]] = [list(row["plan"]) for row in packed]
-        plans = plans[self.first_row : self.first_row + self.num_rows]
+    def __call__(self, packed: Sequence[list[SamplePlan]]) -> dict[str, Any]:
+        plans = list(packed[self.first_row : self.first_row + self.num_rows])
         plans += [[] for _ in range(self.num_rows - len(plans))]
         batch = empty_batch(self.num_rows, shape=self.shape)
         tokens_used = patches_used = 0
         for r, row in enumerate(plans):
-            samples = (materialise(planned, image=self.image, vision=self.vision) for planned in row)
-            tokens, patches = fill_row(batch, r, samples, shape=self.shape)
+            placed: dict[str, PlacedImage] = {}  # filled as the row is: what it has is not decoded again
+            samples = (materialise(p, image=self.image, vision=self.vision, known=placed) for p in row)
+            tokens, patches = fill_row(batch, r, samples, shape=self.shape, placed=placed)
             tokens_used += tokens
             patches_used += patches
         arrays = {f.name: getattr(batch.rows, f.name) for f in dataclasses.fields(PackedRows)}
@@ -128,7 +113,7 @@ class _HostBatchIterator(grain.DatasetIterator[HostBatch]):
         return {"identity": dict(self._identity), "iterator": self._parent.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        saved = state.get("identity", {})
+        saved = {"packer": "first_fit", **state.get("identity", {})}  # the only one there was
         for key, value in self._identity.items():
             if saved.get(key) != value:
                 raise LoaderError(
@@ -149,9 +134,33 @@ class _HostBatchDataset(grain.IterDataset[HostBatch]):
         return _HostBatchIterator(iter(self._parent), self._identity)
 
 
-def _check(
+def packed_settings(data: DataConfig, *, tokenizer: Tokenizer, image: ImageConfig) -> dict[str, Any]:
+    """What packed rows and the config that reads them must have in common."""
+    return {
+        "tokenizer": tokenizer.fingerprint,
+        "min_pixels": image.min_pixels,
+        "max_pixels": image.max_pixels,
+        "rows": data.rows,
+        "tokens_per_row": data.tokens_per_row,
+        "patches_per_row": data.patches_per_row,
+    }
+
+
+def _check_sources(sources: Sequence[Source], *, workers: int, field: str) -> None:
+    for source in sources:
+        name = f"DataConfig.{field}" if not source.name else source.field
+        if not len(source.records):
+            raise LoaderError(f"{name}: holds no records ({', '.join(source.records.paths) or 'no files'})")
+        if workers > len(source.records):
+            raise LoaderError(
+                f"DataConfig.workers: {workers} workers for {len(source.records)} records in {name}; use fewer"
+            )
+
+
+def check_settings(
     data: DataConfig, *, vision: VisionConfig, tokenizer: Tokenizer, image_token_id: int, host: int, hosts: int
 ) -> None:
+    """Raises ``LoaderError`` where the model, the tokenizer and the hosts contradict each other."""
     check_vision(vision)
     if not 0 <= host < hosts:
         raise LoaderError(f"process_index: must be from 0 to {hosts - 1}, got {host}")
@@ -179,7 +188,7 @@ def make_loader(
     """The loader of one host.
 
     Args:
-      data: records, row shape, packing and epochs. ``data.rows`` is the global number of rows of a batch.
+      data: records or mixture, row shape, packing and epochs. ``data.rows`` is the global number of rows of a batch.
       vision: patch geometry and frame window.
       tokenizer: must have the model's image token.
       image_token_id: the model's.
@@ -195,68 +204,64 @@ def make_loader(
 
     Raises:
       LoaderError: settings that contradict each other, or no records.
+      PackedError: packed rows that are incomplete, or of other settings.
       RecordError, PackingError: a bad record (on opening or when it is reached), or one longer than a row.
     """
     image = data.image if image is None else image
-    _check(
+    check_settings(
         data, vision=vision, tokenizer=tokenizer, image_token_id=image_token_id, host=process_index, hosts=process_count
     )
-    field, paths = ("eval_records", data.eval_records) if eval else ("records", data.records)
-    records = RecordSet(paths)
-    if not len(records):
-        raise LoaderError(f"DataConfig.{field}: holds no records ({', '.join(paths) or 'no files'})")
     shuffle, epochs, workers = (False, 1, 0) if eval else (data.shuffle, data.epochs, data.workers)
-    if workers > len(records):
-        raise LoaderError(f"DataConfig.workers: {workers} workers for {len(records)} records; use fewer")
-    shape = RowShape(
-        tokens=data.tokens_per_row,
-        patches=data.patches_per_row,
-        patch_dim=vision.patch_dim,
-        merge_factor=vision.merge_factor,
-        image_token_id=image_token_id,
-        max_samples=data.max_samples_per_row,
-    )
+    shape = row_shape(data, vision=vision, image_token_id=image_token_id)
     seed %= 2**32
-    split_rows = epochs > 0
-
-    dataset = grain.MapDataset.source(records)
-    if shuffle:
-        dataset = dataset.shuffle(seed=seed)
-    dataset = dataset.repeat(epochs or None)
-    if not split_rows and process_count > 1:
-        dataset = dataset.slice(slice(process_index, None, process_count))
-    dataset = dataset.map(_Planner(tokenizer, image, vision, shape)).to_iter_dataset(_READ)
-    dataset = grain_experimental.FirstFitPackIterDataset(
-        dataset,
-        length_struct={"tokens": shape.tokens, "patches": shape.patches},
-        num_packing_bins=data.packing_bins,
-        seed=seed,
-        shuffle_bins=shuffle,  # early rows of a window are fuller than late ones
-        meta_features=("plan",),
-        max_sequences_per_bin=data.max_samples_per_row or None,
-    )
+    shuffle_seed = seed if shuffle else None
     local_rows = data.rows // process_count
-    batcher = _Batcher(process_index * local_rows if split_rows else 0, local_rows, image, vision, shape)
-    dataset = dataset.batch(data.rows if split_rows else local_rows, drop_remainder=False, batch_fn=batcher)
+    first_row = process_index * local_rows
+    if data.packed and not eval:
+        folder = PackedFolder.open(data.packed)
+        folder.check(packed_settings(data, tokenizer=tokenizer, image=image))
+        batches = PackedBatches(folder, rows=data.rows, first=first_row, count=local_rows)
+        if workers > len(batches):
+            raise LoaderError(f"DataConfig.workers: {workers} workers for {len(batches)} packed batches; use fewer")
+        first_row = 0  # of what is read
+        dataset = grain.MapDataset.source(batches)
+        if shuffle:
+            dataset = dataset.shuffle(seed=seed)
+        dataset = dataset.repeat(epochs or None).to_iter_dataset(
+            grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)
+        )
+        identity = {
+            **packed_settings(data, tokenizer=tokenizer, image=image),
+            "packer": "packed",
+            "records": folder.fingerprint,
+            "shuffle": shuffle,
+            "seed": shuffle_seed,
+            "epochs": epochs,
+        }
+    else:
+        sources = open_sources(data, evaluation=eval)
+        _check_sources(sources, workers=workers, field="eval_records" if eval else "records")
+        split_rows = epochs > 0 or data.packer == "best_fit"
+        first_row = first_row if split_rows else 0
+        dataset = planned_batches(
+            data,
+            sources,
+            Planner(tokenizer, image, vision, shape),
+            shuffle_seed=shuffle_seed,
+            seed=seed,
+            epochs=epochs,
+            workers=workers,
+            rows=data.rows if split_rows else local_rows,
+            host=0 if split_rows else process_index,
+            hosts=1 if split_rows else process_count,
+        )
+        identity = content_identity(
+            data, sources, tokenizer=tokenizer, image=image, shuffle_seed=shuffle_seed, seed=seed, epochs=epochs
+        )
+    dataset = dataset.map(_Batcher(first_row, local_rows, image, vision, shape))
     if workers:
         if not flags.FLAGS.is_parsed():  # grain reads its flags when it starts workers; a library caller has none
             flags.FLAGS.mark_as_parsed()
         dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
-    identity = {
-        "records": records.fingerprint,
-        "tokenizer": tokenizer.fingerprint,
-        "min_pixels": image.min_pixels,
-        "max_pixels": image.max_pixels,
-        "shuffle": shuffle,
-        "seed": seed if shuffle else None,
-        "epochs": epochs,
-        "workers": workers,
-        "process_index": process_index,
-        "process_count": process_count,
-        "rows": data.rows,
-        "tokens_per_row": data.tokens_per_row,
-        "patches_per_row": data.patches_per_row,
-        "max_samples_per_row": data.max_samples_per_row,
-        "packing_bins": data.packing_bins,
-    }
+    identity |= {"workers": workers, "process_index": process_index, "process_count": process_count}
     return _HostBatchDataset(dataset, identity)

@@ -7,11 +7,11 @@ place only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 
 import numpy as np
 
-from mage_jax.types import PADDING_SEGMENT, TEXT_TOKEN, PackedRows, Sample, TrainBatch
+from mage_jax.types import PADDING_SEGMENT, TEXT_TOKEN, ImageSpan, PackedRows, Sample, TrainBatch
 
 
 class PackingError(ValueError):
@@ -89,14 +89,36 @@ def shift(tokens: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return targets, shifted
 
 
+def segment_bounds(segment_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int32 (start, end), shaped like ``segment_ids`` [..., T]: each token's segment is ``[start, end)`` of its row.
+
+    What an attention kernel needs instead of ids: ``start[q] <= k <= q`` is the causal mask, ``start[q] <= k < end[q]``
+    the bidirectional one. A padding token is a segment of its own (start = its index, end = its index + 1), so both are
+    nondecreasing along a row and no query is without a key. A segment must be contiguous, as the packer makes it.
+    """
+    segment_ids = np.asarray(segment_ids)
+    length = segment_ids.shape[-1]
+    index = np.arange(length, dtype=np.int32)
+    begins = segment_ids == PADDING_SEGMENT
+    begins[..., 1:] |= segment_ids[..., 1:] != segment_ids[..., :-1]
+    begins[..., :1] = True
+    start = np.maximum.accumulate(np.where(begins, index, 0), axis=-1).astype(np.int32)
+    # A segment ends where the next one begins; the last one at the end of the row.
+    following = np.full(segment_ids.shape, length, np.int32)
+    following[..., :-1] = np.where(begins[..., 1:], index[1:], length)
+    end = np.flip(np.minimum.accumulate(np.flip(following, -1), axis=-1), -1)
+    return start, np.ascontiguousarray(end, np.int32)
+
+
 def _check_sample(sample: Sample, *, shape: RowShape) -> None:
+    visual = sum(span.num_patches for span in sample.images) if sample.images else len(sample.patches)
     lengths = {
         "weights": (len(sample.weights), len(sample.tokens)),
         "patch_windows": (len(sample.patch_windows), len(sample.patches)),
         "patch_positions": (len(sample.patch_positions), len(sample.patches)),
         "image tokens x merge factor": (
             int(np.count_nonzero(sample.tokens == shape.image_token_id)) * shape.merge_factor,
-            len(sample.patches),
+            visual,
         ),
     }
     for name, (got, expected) in lengths.items():
@@ -128,16 +150,54 @@ def empty_batch(num_rows: int, *, shape: RowShape) -> TrainBatch:
     return TrainBatch(rows=rows, targets_bt=np.zeros(tokens, np.int32), weights_bt=np.zeros(tokens, np.float32))
 
 
-def fill_row(batch: TrainBatch, row: int, samples: Iterable[Sample], *, shape: RowShape) -> tuple[int, int]:
+@dataclasses.dataclass(frozen=True)
+class PlacedImage:
+    """An image that a row holds: its first patch in the row, and how many."""
+
+    first: int
+    num_patches: int
+
+
+def _new_images(sample: Sample, placed: MutableMapping[str, PlacedImage]) -> list[ImageSpan]:
+    """The spans whose patches this row does not hold yet, each key once."""
+    new: dict[str, ImageSpan] = {}
+    for span in sample.images:
+        known = placed.get(span.key) or new.get(span.key)
+        if known is not None and known.num_patches != span.num_patches:
+            raise PackingError(
+                f"sample {sample.sample_id!r}: image {span.key} has {span.num_patches} patches, "
+                f"{known.num_patches} where the row has it already"
+            )
+        if known is None and span.first < 0:
+            raise PackingError(f"sample {sample.sample_id!r}: image {span.key} is left out, but its row has it not")
+        if known is None:
+            new[span.key] = span
+    return list(new.values())
+
+
+def fill_row(
+    batch: TrainBatch,
+    row: int,
+    samples: Iterable[Sample],
+    *,
+    shape: RowShape,
+    placed: MutableMapping[str, PlacedImage] | None = None,
+) -> tuple[int, int]:
     """Writes samples one after another into an empty row of a numpy batch, in place; returns (tokens, patches) used.
 
-    ``samples`` may be a generator that decodes as it goes: one sample's pixels exist at a time.
+    Images with equal keys are written once, and their visual tokens share the patches (``vision_index_bt`` repeats).
+    ``samples`` may be a generator that decodes as it goes: one sample's pixels exist at a time. It can look into
+    ``placed``, filled here with each image as it is written, to leave out what the row has already.
     """
     rows = batch.rows
+    placed = {} if placed is None else placed
     t = p = windows = 0
     for segment, sample in enumerate(samples, start=1):
         _check_sample(sample, shape=shape)
-        t_end, p_end = t + len(sample.tokens), p + len(sample.patches)
+        # Unnamed images are one nameless span: all patches, shared with nobody.
+        everything = ImageSpan("", len(sample.patches), 0)
+        new = _new_images(sample, placed) if sample.images else [everything]
+        t_end, p_end = t + len(sample.tokens), p + sum(span.num_patches for span in new)
         if t_end > shape.tokens or p_end > shape.patches:
             raise PackingError(
                 f"sample {sample.sample_id!r} ends at token {t_end} and patch {p_end} of row {row}, "
@@ -147,15 +207,24 @@ def fill_row(batch: TrainBatch, row: int, samples: Iterable[Sample], *, shape: R
         rows.segment_ids_bt[row, t:t_end] = segment
         rows.positions_bt[row, t:t_end] = np.arange(t_end - t)
         batch.targets_bt[row, t:t_end], batch.weights_bt[row, t:t_end] = shift(sample.tokens, sample.weights)
-        is_visual = sample.tokens == shape.image_token_id
-        visual_before = p // shape.merge_factor
-        rows.vision_index_bt[row, t:t_end][is_visual] = np.arange(np.count_nonzero(is_visual)) + visual_before
-        if p_end > p:
-            rows.patches_bpc[row, p:p_end] = sample.patches
-            rows.patch_windows_bp[row, p:p_end] = sample.patch_windows + windows
-            rows.patch_positions_bp3[row, p:p_end] = sample.patch_positions
-            windows += int(sample.patch_windows.max())
-        t, p = t_end, p_end
+        whole = PlacedImage(p, everything.num_patches)
+        for span in new:
+            if span.num_patches:
+                source, target = slice(span.first, span.first + span.num_patches), slice(p, p + span.num_patches)
+                rows.patches_bpc[row, target] = sample.patches[source]
+                own = sample.patch_windows[source]
+                rows.patch_windows_bp[row, target] = own - own.min() + 1 + windows
+                rows.patch_positions_bp3[row, target] = sample.patch_positions[source]
+                windows += int(own.max() - own.min()) + 1
+            if sample.images:
+                placed[span.key] = PlacedImage(p, span.num_patches)
+            p += span.num_patches
+        shown = [placed[span.key] for span in sample.images] if sample.images else [whole]
+        merged = [
+            np.arange(i.first // shape.merge_factor, (i.first + i.num_patches) // shape.merge_factor) for i in shown
+        ]
+        rows.vision_index_bt[row, t:t_end][sample.tokens == shape.image_token_id] = np.concatenate(merged)
+        t = t_end
     return t, p
 
 

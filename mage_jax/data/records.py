@@ -82,6 +82,10 @@ class RecordSet(Sequence[Record]):
         digests = b"".join(file.digest for file in self._files)
         self.fingerprint = hashlib.blake2b(digests, digest_size=16).hexdigest()  # changes with any byte of any file
 
+    @property
+    def paths(self) -> list[str]:
+        return [file.path for file in self._files]
+
     def __len__(self) -> int:
         return int(self._starts[-1])
 

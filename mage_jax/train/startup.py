@@ -33,7 +33,7 @@ CHECKPOINTS_FOLDER = "checkpoints"
 # Dotted fields (or groups of them) that make a run what it is.
 IDENTITY = ("model", "data", "seed", "param_dtype", "optimizer.frozen")
 # Exceptions inside them: record files may have moved, their content is checked by the loader's own fingerprint.
-FREE = ("data.records", "data.eval_records")
+FREE = ("data.records", "data.eval_records", "data.packed")
 
 
 @dataclasses.dataclass(frozen=True)
