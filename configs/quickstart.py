@@ -25,7 +25,7 @@ def get_config(variant: str = "") -> TrainConfig:
             patches_per_row=560,  # four 160x210 screenshots of 140 patches
             image=ImageConfig(),
         ),
-        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=20, weight_decay=0.01),  # chosen on this data
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=20, weight_decay=0.01),  # not reported: a toy
         checkpoint=CheckpointConfig(every=100, keep=2),
         log_every=10,
         eval_every=50,

@@ -40,7 +40,7 @@ def get_config(variant: str = "4b") -> TrainConfig:
             model=toy(),
             steps=200,
             data=DataConfig(tokenizer="toy", rows=4, tokens_per_row=512, patches_per_row=560),
-            optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=20, weight_decay=0.01),
+            optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=20, weight_decay=0.01),  # toy: not reported
             checkpoint=CheckpointConfig(every=100),
         )
     raise ValueError(f"unknown variant {variant!r}; there are '4b' and 'toy'")

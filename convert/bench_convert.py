@@ -62,7 +62,7 @@ def step(name: str, source: Path, target: Path) -> dict[str, float | str]:
 def run_step(name: str, source: str, target: str) -> None:
     """The body of one step, in its process."""
     if name == "copy":
-        with atomic_folder(Path(target)) as folder:
+        with atomic_folder(Path(target), copied=Path(source)) as folder:
             copy_tree(Path(source), folder)
     elif name == "hf_to_orbax":
         from convert.hf_to_orbax import main
@@ -131,8 +131,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         return run_step(*argv[1:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="4b")
-    parser.add_argument("--dir", help="where to work; a new folder in it is removed afterwards (default: the system's)")
+    parser.add_argument(
+        "--dir", help="where to work; must exist, a new folder in it is removed afterwards (default: the system's)"
+    )
     args = parser.parse_args(argv)
+    if args.dir is not None and not Path(args.dir).is_dir():
+        problem = "is not a folder" if Path(args.dir).exists() else "does not exist; create it first"
+        parser.error(f"argument --dir: {args.dir} {problem}")
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="bench_convert-") as work:
         bench(Path(work), size=args.size)
 

@@ -37,7 +37,7 @@ from mage_jax.model.generate import decode_step, prefill
 from mage_jax.model.mage_vl import forward, logits, output_head
 from mage_jax.ops.vocab import cross_entropy_sums
 from mage_jax.params import flatten
-from mage_jax.types import PackedRows
+from mage_jax.types import PADDING_SEGMENT, PackedRows
 from mage_jax.weights.errors import WeightsError
 from mage_jax.weights.load import load_model
 from mage_jax.weights.names import slots
@@ -71,10 +71,13 @@ def compute_tensors(
     case = from_hf_inputs(inputs, vision=config.vision, image_token_id=config.image_token_id)
     _check_ids(inputs, config)
     packed = "segment_ids" in inputs
+    samples = _sample_count(inputs) if packed else 0
+    if greedy and not packed:
+        _check_room(case.rows, config, greedy)
     got = _forward_tensors(params, case, config)
     if packed:
         got["packed_logits"] = got.pop("logits")
-        for index in range(len(inputs.get("lengths", ()))):
+        for index in range(samples):
             sample = _separate_sample(inputs, index)
             run = _forward_tensors(
                 params,
@@ -97,6 +100,34 @@ def _check_ids(inputs: Mapping[str, np.ndarray], config: ModelConfig) -> None:
         wrong = values[(values >= config.text.vocab_size) | (values < 0) & (values != least)]
         if wrong.size:
             raise ParityInputError(f"{name}: holds {wrong[0]}, the vocabulary has {config.text.vocab_size} tokens")
+
+
+def _check_room(rows: PackedRows, config: ModelConfig, greedy: int) -> None:
+    prompt = int(np.max(rows.positions_bt, initial=-1, where=rows.segment_ids_bt != PADDING_SEGMENT)) + 1
+    if prompt + greedy > config.text.max_positions:
+        raise ParityInputError(
+            f"--greedy {greedy}: with a prompt of {prompt} tokens it passes the model's {config.text.max_positions} "
+            f"positions; ask for at most {max(0, config.text.max_positions - prompt)}"
+        )
+
+
+def _sample_count(inputs: Mapping[str, np.ndarray]) -> int:
+    lengths = np.asarray(inputs.get("lengths", np.zeros(0, np.int64)))
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+        raise ParityInputError(f"lengths: must be integers [samples], got {lengths.dtype} of shape {lengths.shape}")
+    return len(lengths)
+
+
+def read_expected(path: str | Path) -> dict[str, np.ndarray]:
+    """An archive of numbers to compare with; a name that is not numeric cannot be."""
+    expected = read_npz(path)
+    for name, value in expected.items():
+        if value.dtype.kind not in "biuf":
+            raise ParityInputError(f"{path}: {name} must hold numbers, got {value.dtype}")
+    if "greedy_ids" in expected and expected["greedy_ids"].ndim not in (1, 2):
+        shape = expected["greedy_ids"].shape
+        raise ParityInputError(f"{path}: greedy_ids must be [tokens] or [rows, tokens], got shape {shape}")
+    return expected
 
 
 def _separate_sample(inputs: Mapping[str, np.ndarray], index: int) -> dict[str, np.ndarray]:
@@ -260,10 +291,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         inputs = read_npz(args.inputs)
-        expected = read_npz(args.expected) if args.expected else {}
+        expected = read_expected(args.expected) if args.expected else {}
         if args.expected and "labels" in inputs and Path(args.expected).name != "grads.npz":
             beside = Path(args.expected).with_name("grads.npz")
-            expected |= read_npz(beside) if beside.is_file() else {}
+            expected |= read_expected(beside) if beside.is_file() else {}
         greedy = args.greedy if args.greedy is not None else expected.get("greedy_ids", np.zeros(0)).shape[-1]
         model = load_model(args.hf, dtype=jnp.float32)
         got = compute_tensors(model.params, inputs, config=model.config, greedy=greedy)
@@ -271,6 +302,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ParityInputError, HfInputsError, WeightsError, ConfigError, OSError) as error:
         print(f"check_parity.py: {error}", file=sys.stderr)
         return 2
+    if greedy and "segment_ids" in inputs:
+        print("check_parity.py: note: --greedy is ignored for packed rows (segment_ids)", file=sys.stderr)
     print(f"wrote {len(got)} tensors to {args.out}")
     if not args.expected:
         return 0

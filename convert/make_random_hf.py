@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", required=True, help="folder to create")
     parser.add_argument("--size", choices=SIZES, default="4b")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max_shard_gb", type=float, help="largest file, in 10^9 bytes (default 5)")
+    parser.add_argument("--max_shard_gb", type=cli.shard_gb, help="largest file, in 10^9 bytes (default 5)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args(argv)
     make_random_hf(args.out, size=args.size, seed=args.seed, max_shard_gb=args.max_shard_gb, progress=not args.quiet)

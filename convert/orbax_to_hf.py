@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ckpt", required=True, help="model folder, run folder (newest step) or RUN/checkpoints/STEP")
     parser.add_argument("--out", required=True, help="Hugging Face folder to create")
-    parser.add_argument("--max_shard_gb", type=float, help="re-shard: largest file, in 10^9 bytes")
+    parser.add_argument("--max_shard_gb", type=cli.shard_gb, help="re-shard: largest file, in 10^9 bytes")
     parser.add_argument("--dtype", choices=DTYPES, help="cast every tensor")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args(argv)

@@ -55,6 +55,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
         return run(args)
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, OSError) as error:  # our errors are ValueErrors that name the file or field
         print(f"generate.py: {error}", file=sys.stderr)
         return 1

@@ -34,7 +34,13 @@ def command(*words: str | Path) -> None:
     """Shows and runs one of our commands; a failure stops the quickstart with its status."""
     words = [str(w) for w in words]
     print(f"\n$ python {shlex.join(words)}", flush=True)
-    status = subprocess.run([sys.executable, *words], cwd=ROOT).returncode
+    child = subprocess.Popen([sys.executable, *words], cwd=ROOT)
+    try:
+        status = child.wait()
+    except KeyboardInterrupt:  # the child has got it too, and training saves first
+        child.wait()
+        print("quickstart.py: stopped; run it again to continue", file=sys.stderr)
+        sys.exit(130)
     if status:
         print(f"quickstart.py: {words[0]} failed with status {status}", file=sys.stderr)
         sys.exit(status)

@@ -16,13 +16,28 @@ prints a table. Running it again continues where it stopped.
 HELP
 }
 
-for arg in "$@"; do
-  case "$arg" in
+args=()
+while [[ $# -gt 0 ]]; do
+  case "$1" in
+    --smoke) args+=(--smoke) ;;
+    --run | --run=*)
+      dir="${1#--run}"
+      dir="${dir#=}"
+      if [[ -z "$dir" ]]; then
+        [[ $# -gt 1 ]] || { echo "quickstart.sh: --run needs a folder" >&2; exit 2; }
+        dir="$2"
+        shift
+      fi
+      [[ "$dir" == /* ]] || dir="$PWD/$dir" # relative to where the user stands
+      args+=(--run "$dir")
+      ;;
     -h | --help) usage; exit 0 ;;
+    *) echo "quickstart.sh: unknown argument: $1" >&2; usage >&2; exit 2 ;;
   esac
+  shift
 done
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh
 export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
-exec .venv/bin/python launch/quickstart.py "$@"
+exec .venv/bin/python launch/quickstart.py "${args[@]}"

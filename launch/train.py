@@ -68,7 +68,10 @@ def main(argv: Sequence[str]) -> int:
     if choose_platform():
         print("no accelerator found: running on the CPU (set JAX_PLATFORMS to choose)")
     if options.distributed:
-        jax.distributed.initialize(options.coordinator, options.processes, options.process)
+        try:
+            jax.distributed.initialize(options.coordinator, options.processes, options.process)
+        except ValueError as error:
+            raise ConfigError(f"--distributed: {error}; give --coordinator, --processes and --process") from error
     elif options.coordinator or options.processes or options.process is not None:
         raise ConfigError("--coordinator, --processes and --process need --distributed")
 
@@ -78,9 +81,10 @@ def main(argv: Sequence[str]) -> int:
         say = logging.getLogger("mage_jax").info
     try:
         result = train(config, workdir, say=say)
-    except (RuntimeError, ValueError) as error:
-        # Our own errors say what to do in one line; any other is a bug and keeps its traceback.
-        if isinstance(error, ConfigError) or not type(error).__module__.startswith("mage_jax"):
+    except (RuntimeError, ValueError, OSError) as error:
+        # Our own errors say what to do in one line, the system's name the file; any other is a bug and keeps its trace.
+        ours = type(error).__module__.startswith("mage_jax") or isinstance(error, OSError)
+        if isinstance(error, ConfigError) or not ours:
             raise
         print(f"train.py: {error}", file=sys.stderr)
         return 1

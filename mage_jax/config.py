@@ -304,6 +304,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _require(bool(self.name), "TrainConfig.name", "is empty")
         _positive(self, "steps", "micro_batches", "log_every")
+        _require(self.steps < 2**31, "TrainConfig.steps", f"must be below 2**31, got {self.steps}")
+        _require(0 <= self.seed < 2**31, "TrainConfig.seed", f"must be in [0, 2**31), got {self.seed}")
         _require(self.eval_every >= 0, "TrainConfig.eval_every", "must not be negative")
         _require(self.param_dtype in DTYPES, "TrainConfig.param_dtype", f"{self.param_dtype!r} not in {DTYPES}")
         _require(

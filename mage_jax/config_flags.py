@@ -137,10 +137,14 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = 
     """Calls a launcher's ``main(argv)``; help goes to stdout (0), usage and config errors to stderr in one line (2)."""
     program = os.path.basename(sys.argv[0])
     try:
-        return main(sys.argv[1:] if argv is None else argv)
-    except HelpRequested as text:
-        print(text)
-        return 0
+        try:
+            return main(sys.argv[1:] if argv is None else argv)
+        except HelpRequested as text:
+            print(text, flush=True)
+            return 0
+    except BrokenPipeError:  # the reader has seen enough: `... --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains while it exits
+        return 141
     except (UsageError, ConfigError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2

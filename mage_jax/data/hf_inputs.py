@@ -174,6 +174,8 @@ def _pixels(inputs: Mapping[str, np.ndarray], vision: VisionConfig) -> tuple[np.
     pixels = np.asarray(inputs["pixel_values"])
     if pixels.ndim != 2 or pixels.shape[1] != vision.patch_dim:
         raise HfInputsError(f"pixel_values: must be [patches, {vision.patch_dim}], got {pixels.shape}")
+    if pixels.dtype.kind not in "biuf" and pixels.dtype.name != "bfloat16":
+        raise HfInputsError(f"pixel_values: must hold numbers, got {pixels.dtype}")
     if pixels.dtype != np.uint8:
         pixels = pixels.astype(np.float32)
     grid = _array(inputs, "image_grid_thw", ndim=2)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import functools
 import io
 import math
@@ -24,7 +25,7 @@ from typing import Any
 
 import einops
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from mage_jax.config import PIXEL_MEAN, PIXEL_STD, ConfigError, ImageConfig
 
@@ -36,8 +37,10 @@ MAX_ASPECT_RATIO = 200
 MAX_SOURCE_PIXELS = 89_478_485
 # Plain raster formats only: Pillow would hand some others to external programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-# More than 8 bits a channel would be clipped by the conversion to RGB, not scaled.
+# More than 8 bits a channel would be clipped by the conversion to RGB, not scaled; of colour Pillow drops the low bits.
 _DEEP_MODES = ("I", "F")
+_PNG_DEPTH_AT = 24  # the byte of a PNG that holds the bits a channel: signature, chunk length, "IHDR", width, height
+_TIFF_BITS_PER_SAMPLE = 258
 
 
 class ImageError(ValueError):
@@ -120,12 +123,31 @@ def _opened(source: ImageRef | str | os.PathLike[str]) -> Iterator[Image.Image]:
         raise ImageError(text if text.startswith(str(ref)) else f"{ref}: {text}") from error.__cause__
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageError(f"{ref}: {error}") from error
+    except UnidentifiedImageError as error:  # its text names a BytesIO where the image was given as bytes
+        raise ImageError(f"{ref}: cannot be identified as an image; supported: {', '.join(FORMATS)}") from error
     except OSError as error:
         raise ImageError(f"{ref}: {error.strerror or error}") from error
     except (
         Exception
     ) as error:  # decoders fail on damaged files in many ways (SyntaxError, struct.error, IndexError, ...)
         raise ImageError(f"{ref}: cannot be decoded ({type(error).__name__}: {error})") from error
+
+
+def _is_deep(opened: Image.Image) -> bool:
+    """Whether a channel has more than 8 bits. Pillow gives 16-bit colour the mode of 8-bit colour: ask the header."""
+    if opened.mode.split(";")[0] in _DEEP_MODES:
+        return True
+    if opened.format == "PNG":
+        place = opened.fp.tell()
+        opened.fp.seek(_PNG_DEPTH_AT)
+        depth = opened.fp.read(1)[0]
+        opened.fp.seek(place)
+        return depth > 8
+    if opened.format == "TIFF":
+        return max(opened.tag_v2.get(_TIFF_BITS_PER_SAMPLE, (1,))) > 8
+    if opened.format == "PPM":  # the decoder's arguments end in the largest value
+        return any(isinstance(value, int) and value > 255 for tile in opened.tile for value in tile.args)
+    return False
 
 
 def read_size(source: ImageRef | str | os.PathLike[str]) -> tuple[int, int]:
@@ -138,7 +160,7 @@ def read_size(source: ImageRef | str | os.PathLike[str]) -> tuple[int, int]:
 def _load(source: ImageRef | str | os.PathLike[str]) -> Image.Image:
     """The decoded picture in mode RGB; see ``load_rgb``."""
     with _opened(source) as opened:
-        if opened.mode.split(";")[0] in _DEEP_MODES:
+        if _is_deep(opened):
             raise ImageError(f"has pixel mode {opened.mode}, more than 8 bits a channel; convert it to 8-bit RGB")
         opened.load()
         return opened if opened.mode == "RGB" else opened.convert("RGB")
@@ -285,13 +307,20 @@ def preprocess(source: ImageRef | str | os.PathLike[str], *, image: ImageConfig)
 
 def save_npz(path: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
     """Writes beside the target, then renames: a reader never sees half a file."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "is a folder; name a file in it", str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            np.savez(file, **arrays)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        try:
+            with open(temporary, "wb") as file:
+                np.savez(file, **arrays)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:  # the name that the user gave, not the hidden one
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -21,6 +21,10 @@ where it is installed.
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,6 +39,24 @@ from mage_jax.data.packing import PlacedImage, RowShape, empty_batch, fill_row
 from mage_jax.data.rows import Planner, content_identity, planned_batches, row_shape
 from mage_jax.data.samples import SamplePlan, check_vision, materialise
 from mage_jax.types import PackedRows, TrainBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class _Worker:
+    """First thing that a worker process does. A stop request sent to the process group (Ctrl-C in a terminal) is for
+    the trainer alone, which still needs this step's batch; and a worker whose trainer was killed must not live on."""
+
+    parent: int
+
+    def __call__(self, index: int, count: int) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while os.getppid() == self.parent:
+            time.sleep(1.0)
+        os._exit(1)
 
 
 class LoaderError(ValueError):
@@ -262,6 +284,6 @@ def make_loader(
     if workers:
         if not flags.FLAGS.is_parsed():  # grain reads its flags when it starts workers; a library caller has none
             flags.FLAGS.mark_as_parsed()
-        dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+        dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers), _Worker(os.getpid()))
     identity |= {"workers": workers, "process_index": process_index, "process_count": process_count}
     return _HostBatchDataset(dataset, identity)

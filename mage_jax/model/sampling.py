@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import flax.struct
 import jax
@@ -20,12 +21,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature: must not be negative, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature: must be 0 (greedy) or a positive number, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: must be in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k: must not be negative (0 turns it off), got {self.top_k}")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k: must be 0 (off) or a positive 32-bit number, got {self.top_k}")
 
 
 @flax.struct.dataclass
@@ -60,7 +61,10 @@ def sample(logits_bv: jax.Array, settings: SamplingArrays, step: jax.Array) -> t
       (temperature 1 for greedy rows): what an importance ratio needs.
     """
     greedy_b = settings.temperature_b == 0
-    scaled = logits_bv / jnp.where(greedy_b, 1.0, settings.temperature_b)[:, None]
+    # The best token at 0, so that a tiny temperature drives the others to -inf and never overflows to +inf. It is kept
+    # a normal number: the hardware flushes smaller ones to zero.
+    temperature_b = jnp.where(greedy_b, 1.0, jnp.maximum(settings.temperature_b, 1e-30))
+    scaled = (logits_bv - jnp.max(logits_bv, axis=-1, keepdims=True)) / temperature_b[:, None]
     logp = jax.nn.log_softmax(scaled, axis=-1)
 
     def draw(logp: jax.Array) -> jax.Array:

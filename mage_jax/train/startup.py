@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 from typing import Any
 
 import grain
@@ -147,10 +148,10 @@ def begin(plan: Plan, workdir: pathlib.Path, *, optimizer: Optimizer, mesh: Mesh
         return Start(restored.state, restored.data_state, restored.meta.samples_consumed)
     if config.init_from:
         loaded = load_model(config.init_from, dtype=config.param_dtype, shardings=param_shardings(config.model, mesh))
-        _describe_run(workdir, config, source=loaded.source, assets=loaded.assets)
+        _describe_run(workdir, plan, source=loaded.source, assets=loaded.assets)
         state = state_from_params(config, optimizer, mesh, loaded.params)
     else:
-        _describe_run(workdir, config, source=None, assets=None)
+        _describe_run(workdir, plan, source=None, assets=None)
         state = init_state(config, optimizer, mesh)
     return Start(state, None, 0)
 
@@ -169,17 +170,27 @@ def make_dataset(config: TrainConfig, *, evaluation: bool = False) -> grain.Iter
     )
 
 
-def _describe_run(workdir: pathlib.Path, config: TrainConfig, *, source: Any, assets: Any) -> None:
+def _describe_run(workdir: pathlib.Path, plan: Plan, *, source: Any, assets: Any) -> None:
+    """``model.json``, ``config.json`` and ``assets/`` of a run at step 0.
+
+    Assets are made afresh, since an attempt that failed before its first checkpoint may have left others, and hold the
+    tokenizer and image limits that the run really uses: what is exported must preprocess as it was trained.
+    """
     if jax.process_index() != 0:
         return
+    config, folder = plan.config, workdir / ASSETS
+    tokenizer = Tokenizer.load(plan.tokenizer)  # before the removal: it may lie in there
+    shutil.rmtree(folder, ignore_errors=True)
     start_run_folder(workdir, config=config.model, source=source, assets=assets)
-    folder = workdir / ASSETS
     folder.mkdir(exist_ok=True)
-    # A folder born here gets the two files that serving and conversion read from a Hugging Face one.
-    if not (folder / "tokenizer.json").exists():
-        Tokenizer.load(config.data.tokenizer).save(folder)
-    if not (folder / preprocessor.FILE).exists():
-        _write_json(folder / preprocessor.FILE, preprocessor.to_hf(config.data.image, config.model.vision))
+    own = folder / "tokenizer.json"
+    if not own.exists() or Tokenizer.load(own).fingerprint != tokenizer.fingerprint:
+        tokenizer.save(folder)
+    limits = folder / preprocessor.FILE
+    if not limits.exists() or preprocessor.load(folder, vision=config.model.vision) != config.data.image:
+        kept = json.loads(limits.read_text(encoding="utf-8")) if limits.exists() else {}
+        kept.pop("size", None)  # says the same in other words
+        _write_json(limits, {**kept, **preprocessor.to_hf(config.data.image, config.model.vision)})
     _write_config(workdir, config)
 
 

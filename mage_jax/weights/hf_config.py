@@ -163,7 +163,7 @@ def _text(section: _Section) -> TextConfig:
     if section.values.get("use_sliding_window") is not False:  # an unused window size may stay in the file
         section.only("sliding_window", (None,))
     layer_types = section.get("layer_types", list, [])
-    if set(layer_types) - {"full_attention"}:
+    if any(kind != "full_attention" for kind in layer_types):
         raise HfConfigError(f"{section.where('layer_types')} is {layer_types!r}, supported: 'full_attention' only")
     config = TextConfig(
         hidden_size=section.get("hidden_size", int),

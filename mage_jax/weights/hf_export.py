@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -196,7 +197,8 @@ def _live_blocks(flat: dict[str, Any]) -> Iterator[Block]:
 
 
 def _export(plan: _Plan, out: Path, fill: Callable[[SafetensorsWriter, tqdm], None], *, progress: bool = False) -> None:
-    with atomic_folder(out, need_bytes=plan.total) as folder:
+    copied = plan.assets if plan.assets is not None and plan.assets.is_dir() else None
+    with atomic_folder(out, need_bytes=plan.total, copied=copied) as folder:
         bar = tqdm(total=plan.total, unit="B", unit_scale=True, desc="to safetensors", disable=not progress)
         with bar, SafetensorsWriter(folder, plan.files) as writer:
             fill(writer, bar)
@@ -227,8 +229,8 @@ def plan_files(
     """
     if dtype is not None and dtype not in _HF_DTYPES:
         raise WeightsError(f"dtype {dtype!r} is not supported; choose one of {', '.join(_HF_DTYPES)}")
-    if max_shard_gb is not None and max_shard_gb * GB < 1:
-        raise WeightsError(f"max_shard_gb must be positive, got {max_shard_gb}")
+    if max_shard_gb is not None and not (math.isfinite(max_shard_gb) and max_shard_gb * GB >= 1):
+        raise WeightsError(f"max_shard_gb must be positive and finite, got {max_shard_gb}")
     expected = {slot.name: slot for slot in slots(config)}
     if source is None:
         stored = [(name, _HF_DTYPES[DEFAULT_DTYPE]) for name in expected]

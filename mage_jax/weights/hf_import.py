@@ -14,7 +14,7 @@ from mage_jax.weights.atomic import atomic_folder
 from mage_jax.weights.errors import HfConfigError, SafetensorsError
 from mage_jax.weights.hf_config import CONFIG_FILE, read_hf_config
 from mage_jax.weights.model_dir import ASSETS, copy_assets, describe_source, write_model_file
-from mage_jax.weights.names import LM_HEAD, Slot, match
+from mage_jax.weights.names import LM_HEAD, Slot, check_layer_counts, match
 from mage_jax.weights.orbax_store import StoreWriter
 from mage_jax.weights.safetensors_io import NUMPY_DTYPES, SafetensorsFolder
 
@@ -45,10 +45,13 @@ def open_hf(folder: str | Path) -> HfWeights:
       MismatchError: tensors do not fit the geometry; all disagreements are listed.
     """
     folder = Path(folder)
+    if not folder.is_dir():
+        raise HfConfigError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}")
     if not (folder / CONFIG_FILE).is_file():
         raise HfConfigError(f"{folder / CONFIG_FILE} does not exist; not a Hugging Face model folder")
     files = SafetensorsFolder(folder)
     config = read_hf_config(folder, has_lm_head=LM_HEAD in files.tensors)
+    check_layer_counts(config, files.tensors, where=str(folder / CONFIG_FILE))
     matched = match(config, files.tensors, where=files.where)
     dtypes = {slot.path: NUMPY_DTYPES[files.tensors[slot.name].dtype] for slot in matched}
     return HfWeights(files, config, {slot.name: slot for slot in matched}, dtypes)
@@ -75,11 +78,11 @@ def _import(weights: HfWeights, hf: Path, out: Path, progress: bool) -> None:
     source = describe_source(weights.files)
     specs = flatten(declare(weights.config))
     arrays = {path: (spec.shape, weights.dtypes[path], spec.axes[0] == "layer") for path, spec in specs.items()}
-    with atomic_folder(out, need_bytes=source["total_size"]) as folder:
+    with atomic_folder(out, need_bytes=source["total_size"], copied=hf) as folder:
+        copy_assets(hf, folder / ASSETS, source=source)
         writer = StoreWriter(folder, arrays)
         _copy_tensors(weights, writer, progress=progress)
         writer.finish()
-        copy_assets(hf, folder / ASSETS, source=source)
         write_model_file(folder, config=weights.config, source=source)
 
 

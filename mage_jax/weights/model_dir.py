@@ -80,8 +80,10 @@ def resolve(path: str | Path) -> Resolved:
         if not (root / MODEL_FILE).is_file():
             raise WeightsError(f"{root / MODEL_FILE} is missing; the step does not tell its geometry")
         return Resolved("run", path, root, int(path.name))
-    if (path / CONFIG_FILE).is_file() and ((path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file()):
+    if (path / CONFIG_FILE).is_file() and ((path / SINGLE_FILE).exists() or (path / INDEX_FILE).exists()):
         return Resolved("hf", path, path)
+    if path.name == CHECKPOINTS and (path.parent / MODEL_FILE).is_file():
+        raise WeightsError(f"{path} holds the steps of a run; give the run folder {path.parent} or one of its steps")
     found = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
     raise WeightsError(
         f"{path} is not a checkpoint: expected {MODEL_FILE} with {ITEM}/ or {CHECKPOINTS}/, or {CONFIG_FILE} with "
@@ -158,11 +160,14 @@ def start_run_folder(
       config: the run's geometry.
       source: ``LoadedModel.source`` of the model that training starts from.
       assets: ``LoadedModel.assets`` of the same.
+
+    Raises:
+      WeightsError: the run lies inside ``assets``.
     """
     run = Path(run)
-    run.mkdir(parents=True, exist_ok=True)
     if assets is not None and Path(assets).is_dir():
-        copy_assets(assets, run / ASSETS, source=source)
+        copy_assets(assets, run / ASSETS, source=source)  # first: it refuses before anything is written
+    run.mkdir(parents=True, exist_ok=True)
     write_model_file(run, config=config, source=source)
 
 

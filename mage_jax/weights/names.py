@@ -16,7 +16,7 @@ from typing import Any
 
 from mage_jax.config import ModelConfig
 from mage_jax.params import ParamSpec, declare, flatten
-from mage_jax.weights.errors import MismatchError
+from mage_jax.weights.errors import HfConfigError, MismatchError
 
 LM_HEAD = "lm_head.weight"
 SUPPORTED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors name -> numpy name
@@ -122,6 +122,28 @@ def _slot(pattern: str, path: str, layout: str, layer: int | None, spec: ParamSp
     axes = re.findall(r"\([^)]*\)|\w", layout)
     hf_shape = tuple(math.prod(sizes[c] for c in axis if c.isalpha()) for axis in axes)
     return Slot(pattern.format(layer=layer), path, layer, hf_shape, shape)
+
+
+def check_layer_counts(config: ModelConfig, tensors: Mapping[str, Any], *, where: str) -> None:
+    """Refuses a number of layers that no listing of missing tensors could be made for.
+
+    Args:
+      config: geometry.
+      tensors: checkpoint name -> anything.
+      where: the config's file, for messages.
+
+    Raises:
+      HfConfigError: more layers than there are tensors in all.
+    """
+    towers = {"text_config": (_TEXT, config.text), "vision_config": (_VISION, config.vision)}
+    for section, (pattern, tower) in towers.items():
+        if tower.num_layers > len(tensors):
+            prefix = pattern.partition("{layer}")[0]
+            found = {name[len(prefix) :].partition(".")[0] for name in tensors if name.startswith(prefix)}
+            raise HfConfigError(
+                f"{where}: {section}.num_hidden_layers is {tower.num_layers}, but the weight files hold {len(found)} "
+                "such layers; correct it"
+            )
 
 
 def match(config: ModelConfig, tensors: Mapping[str, Any], *, where: str) -> list[Slot]:

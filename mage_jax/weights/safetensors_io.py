@@ -75,6 +75,9 @@ def read_header(path: Path) -> Header:
     Raises:
       SafetensorsError: the file is truncated or its header contradicts itself or the file's size.
     """
+    if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+        kind = "a folder" if path.is_dir() else "no regular file"
+        raise SafetensorsError(f"{path}: is {kind} instead of a safetensors file; put the file there")
     with path.open("rb") as f:
         size = os.fstat(f.fileno()).st_size
         prefix = f.read(8)
@@ -189,7 +192,7 @@ class SafetensorsFolder:
         self.where = str(index_path if weight_map is not None else single_path)
         headers = {}
         for file in files:
-            if not (self.path / file).is_file():
+            if not (self.path / file).exists():
                 raise SafetensorsError(f"{index_path}: names shard {file}, which is missing from the folder")
             headers[file] = read_header(self.path / file)
         self.metadata = {file: header.metadata for file, header in headers.items()}
@@ -204,6 +207,8 @@ class SafetensorsFolder:
             self._check_index(index_path, weight_map)
 
     def _read_index(self, index_path: Path) -> dict[str, str]:
+        if index_path.is_dir():
+            raise SafetensorsError(f"{index_path}: is a folder, not an index; put the file there")
         try:
             self.index_text = index_path.read_bytes().decode("utf-8")
             index = json.loads(self.index_text, object_pairs_hook=_no_duplicates)

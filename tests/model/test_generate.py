@@ -104,7 +104,15 @@ def test_limits_and_mismatches_are_named(generator):
         generator(prompts(), [Sampling()] * 2, max_new_tokens=4)
     with pytest.raises(ValueError, match="empty"):
         generator(prompts().replace(segment_ids_bt=np.zeros((3, 24), np.int32)), Sampling(), max_new_tokens=4)
-    for bad in ({"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}):
+    for bad in (
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"top_k": 2**31},
+    ):
         with pytest.raises(ValueError, match=next(iter(bad))):
             Sampling(**bad)
 
@@ -132,6 +140,13 @@ def test_sampling_follows_its_definition():
     sharp = np.array([0.4, 0.3, 0.2, 0.06, 0.04]) ** 2
     freq, _, _ = frequencies(row, Sampling(temperature=0.5))
     np.testing.assert_allclose(freq, sharp / sharp.sum(), atol=0.03)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-10, 1e-37, 1e-45])
+def test_a_tiny_temperature_is_greedy(temperature):
+    _, tokens, logps = frequencies([1.0, 3.0, 2.9, -4.0], Sampling(temperature=temperature), draws=50)
+    assert set(tokens.tolist()) == {1}
+    np.testing.assert_array_equal(logps, np.zeros(50))
 
 
 def test_greedy_and_sampled_rows_share_a_batch():

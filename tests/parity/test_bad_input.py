@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from convert import check_parity
+from mage_jax.data.image import ImageError, ImageRef, load_rgb
 from tests.parity.helpers import (
     arguments,
     save,
@@ -99,3 +102,79 @@ def test_a_negative_count(made, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         check_parity.main([*arguments(made("text_only"), tmp_path / "got.npz"), "--greedy=-1"])
     assert stop.value.code == 2 and "negative" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["pixel_values", "image_grid_thw", "input_ids", "patch_positions", "labels"])
+def test_words_instead_of_numbers(bad_run, made, tmp_path, key):
+    inputs = check_parity.read_npz(made("sparse_positions") / "inputs.npz")
+    words = np.full(inputs.get(key, inputs["input_ids"]).shape, "x")
+    assert key in bad_run(inputs=changed_inputs(made, tmp_path / "bad.npz", **{key: words}))
+
+
+@pytest.mark.parametrize("lengths", [np.int64(2), np.asarray(["2", "3"])])
+def test_lengths_that_are_no_list_of_integers(bad_run, made, tmp_path, lengths):
+    ids = check_parity.read_npz(made("sparse_positions") / "inputs.npz")["input_ids"]
+    changes = {"segment_ids": np.ones_like(ids), "lengths": lengths}
+    assert "lengths" in bad_run(inputs=changed_inputs(made, tmp_path / "bad.npz", **changes))
+
+
+@pytest.mark.parametrize("arrays", [{"greedy_ids": np.int64(3)}, {"greedy_ids": "x"}, {"logits": np.full((2, 3), "x")}])
+def test_an_expected_file_of_the_wrong_kind(bad_run, tmp_path, arrays):
+    line = bad_run(expected=save(tmp_path / "wrong.npz", arrays))
+    assert "wrong.npz" in line and next(iter(arrays)) in line
+
+
+def test_more_tokens_than_the_model_has_positions(bad_run):
+    line = bad_run(greedy=10**9)
+    assert "--greedy 1000000000" in line and "at most" in line
+
+
+def test_greedy_with_packed_rows_is_said_to_be_ignored(made, tmp_path, capsys):
+    folder = made("text_only")
+    ids = check_parity.read_npz(folder / "inputs.npz")["input_ids"]
+    inputs = save(tmp_path / "in.npz", {"input_ids": ids, "segment_ids": np.ones_like(ids)})
+    out = tmp_path / "got.npz"
+    assert check_parity.main([f"--hf={folder}", f"--inputs={inputs}", f"--out={out}", "--greedy=2"]) == 0
+    error = capsys.readouterr().err
+    assert "--greedy is ignored" in error and error.count("\n") == 1
+
+
+def test_an_unwritable_output_is_named_as_given(made, tmp_path, capsys):
+    for out in (tmp_path, tmp_path / "absent" / "got.npz"):
+        assert check_parity.main(arguments(made("text_only"), out)) == 2
+        error = capsys.readouterr().err
+        assert str(out) in error and ".tmp" not in error and error.count("\n") == 1
+
+
+def _png(depth: int, colour: int, channels: int) -> bytes:
+    """A 32x32 PNG of zeros; Pillow cannot write 16-bit colour."""
+    rows = bytes((1 + 32 * channels * depth // 8) * 32)
+    parts = {
+        b"IHDR": struct.pack(">IIBBBBB", 32, 32, depth, colour, 0, 0, 0),
+        b"IDAT": zlib.compress(rows),
+        b"IEND": b"",
+    }
+    chunks = [struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts.items()]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+@pytest.mark.parametrize(("colour", "channels"), [(0, 1), (2, 3), (4, 2), (6, 4)])
+def test_pictures_of_16_bits_are_refused(colour, channels):
+    assert load_rgb(ImageRef("r.jsonl:1:image", _png(8, colour, channels))).shape == (32, 32, 3)
+    with pytest.raises(ImageError, match=r"r\.jsonl:1:image: .*more than 8 bits"):
+        load_rgb(ImageRef("r.jsonl:1:image", _png(16, colour, channels)))
+
+
+@pytest.mark.parametrize("content", [b"P6 32 32 65535\n" + bytes(6144), b"P6 32 32 255\n" + bytes(3072)])
+def test_deep_ppm(content):
+    if b"65535" in content:
+        with pytest.raises(ImageError, match="more than 8 bits"):
+            load_rgb(ImageRef("a.ppm", content))
+    else:
+        assert load_rgb(ImageRef("a.ppm", content)).shape == (32, 32, 3)
+
+
+def test_junk_bytes_are_named_by_their_record():
+    with pytest.raises(ImageError, match=r"r\.jsonl:1:image: cannot be identified") as caught:
+        load_rgb(ImageRef("r.jsonl:1:image", b"junk"))
+    assert "BytesIO" not in str(caught.value)

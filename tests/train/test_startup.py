@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mage_jax.config import CheckpointConfig, ConfigError, ImageConfig, OptimizerConfig, to_dict
+from mage_jax.data import preprocessor
 from mage_jax.train.checkpoint import CheckpointError, Meta
 from mage_jax.train.loop import train
 from mage_jax.train.startup import check_resumable
@@ -168,3 +169,24 @@ def test_frozen_runs_resume_too(tmp_path):
     run(tmp_path, config)
     optimizer = tmp_path / "checkpoints" / "2" / "optimizer" / "_METADATA"
     assert "lm_head_vd" in optimizer.read_text() and "patch_embed" not in optimizer.read_text()
+
+
+def test_assets_hold_what_the_run_really_used(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    run(first)
+    other = tmp_path / "other.json"  # the same tokenizer as text of another form, so that its digest differs
+    other.write_text((first / "assets" / "tokenizer.json").read_text() + "\n")
+    (second / "assets").mkdir(parents=True)  # left by an attempt that failed before its first checkpoint
+    (second / "assets" / "config.json").write_text("{}")
+    (second / "config.json").write_text("{}")
+    data = dataclasses.replace(CONFIG.data, tokenizer=str(other), image=ImageConfig(max_pixels=8192))
+    run(second, dataclasses.replace(CONFIG, init_from=str(first), data=data))
+    assert not (second / "assets" / "config.json").exists()
+    assert (second / "assets" / "tokenizer.json").read_text() == other.read_text()
+    assert preprocessor.load(second / "assets", vision=CONFIG.model.vision).max_pixels == 8192
+
+
+@pytest.mark.parametrize(("field", "value"), [("seed", -1), ("seed", 2**31), ("steps", 2**31)])
+def test_numbers_that_do_not_fit_are_named(field, value):
+    with pytest.raises(ConfigError, match=rf"TrainConfig\.{field}"):
+        dataclasses.replace(CONFIG, **{field: value})

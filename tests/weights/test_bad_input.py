@@ -317,7 +317,7 @@ def test_an_error_half_way_leaves_nothing(error, direction, tmp_path, monkeypatc
 
 def test_too_small_a_disk_is_seen_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(OSError, match=r"0\.00 GB are free; nothing written"):
+    with pytest.raises(OSError, match=r"MB are needed, 1\.00 kB are free; nothing written"):
         import_hf(helpers.GOLDEN / helpers.SINGLE, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from convert import bench_convert, hf_to_orbax, make_random_hf, orbax_to_hf
+from mage_jax.weights.errors import HfConfigError, SafetensorsError, WeightsError
 from mage_jax.weights.hf_import import import_hf
+from mage_jax.weights.load import read_config
+from mage_jax.weights.model_dir import resolve, start_run_folder
 from tests.weights import helpers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +54,91 @@ def test_bench_prints_one_table(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_output_inside_a_copied_folder_is_refused(tmp_path):
+    """It would copy itself; nothing is written. Other places inside a model folder are allowed."""
+    hf, model = helpers.copy_case(helpers.SINGLE, tmp_path / "hf"), tmp_path / "model"
+    import_hf(hf, model)
+    before = helpers.tree_bytes(tmp_path)
+    (tmp_path / "alias").symlink_to(hf)
+    config = read_config(hf)
+    for use in (
+        lambda: hf_to_orbax.main(["--hf", str(hf), "--out", str(hf / "new" / "orbax"), "--quiet"]),
+        lambda: hf_to_orbax.main(["--hf", str(hf), "--out", str(tmp_path / "alias" / "orbax"), "--quiet"]),
+        lambda: orbax_to_hf.main(["--ckpt", str(model), "--out", str(model / "assets" / "hf"), "--quiet"]),
+        lambda: start_run_folder(hf / "run", config=config, assets=hf),
+    ):
+        with pytest.raises(WeightsError, match=r"lies inside .*choose an output folder outside") as caught:
+            use()
+        assert "\n" not in str(caught.value)
+    (tmp_path / "alias").unlink()
+    (hf / "link").symlink_to(tmp_path / "runs")
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(WeightsError, match=r"hf/link links to .*runs"):
+        import_hf(hf, tmp_path / "runs" / "orbax")
+    (hf / "link").unlink()
+    assert helpers.tree_bytes(tmp_path) == before and not (hf / "new").exists() and not (hf / "run").exists()
+    orbax_to_hf.main(["--ckpt", str(model), "--out", str(model / "hf"), "--quiet"])
+    hf_to_orbax.main(["--hf", str(model / "hf"), "--out", str(model / "reimported"), "--quiet"])
+    assert helpers.tree_bytes(hf) == helpers.tree_bytes(model / "hf")
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "0", "-1", "big"])
+def test_the_shard_limit_is_a_positive_number(value, capsys):
+    for command in (orbax_to_hf, make_random_hf):
+        with pytest.raises(SystemExit) as stop:
+            command.main(["--out=o", f"--max_shard_gb={value}", *(["--ckpt=c"] if command is orbax_to_hf else [])])
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and "--max_shard_gb" in error and value in error
+
+
+def test_the_wrong_paths_are_named(tmp_path, capsys):
+    hf, (file, folder) = helpers.copy_case(helpers.SINGLE, tmp_path / "hf"), (tmp_path / "file", tmp_path / "folder")
+    file.touch()
+    for path, words in ((tmp_path / "absent", "absent does not exist"), (file, "file is not a folder")):
+        with pytest.raises(HfConfigError, match=words):
+            import_hf(path, tmp_path / "out")
+    import_hf(hf, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints").mkdir()
+    with pytest.raises(WeightsError, match=r"give the run folder .*run or one of its steps"):
+        resolve(tmp_path / "run" / "checkpoints")
+    (hf / "model.safetensors").rename(folder)
+    (hf / "model.safetensors").mkdir()
+    for read in (read_config, lambda path: import_hf(path, tmp_path / "out")):
+        with pytest.raises(SafetensorsError, match=r"model\.safetensors: is a folder"):
+            read(hf)
+    with pytest.raises(OSError, match=r"cannot be created, a part of the path is a file.*file/out") as caught:
+        import_hf(helpers.GOLDEN / helpers.SINGLE, file / "out")
+    assert "tmp-" not in str(caught.value)
+    with pytest.raises(SystemExit) as stop:
+        bench_convert.main(["--dir", str(tmp_path / "absent")])
+    assert stop.value.code == 2 and "does not exist; create it" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_made_is_named_as_given(tmp_path, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        if ".tmp-" in self.name:
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self, *args, **kwargs)
+
+    real = Path.mkdir
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(PermissionError, match=f"cannot be created.*{tmp_path / 'out'}") as caught:
+        import_hf(helpers.GOLDEN / helpers.SINGLE, tmp_path / "out")
+    assert "tmp-" not in str(caught.value).replace(str(tmp_path), "")
+
+
+@pytest.mark.parametrize("section", ["text_config", "vision_config"])
+def test_senseless_layer_fields_are_refused(section, tmp_path):
+    hf = helpers.copy_case(helpers.SINGLE, tmp_path / "hf")
+    helpers.edit_json(hf / "config.json", text_config__layer_types=[{}, []])
+    with pytest.raises(HfConfigError, match=r"config\.json: text_config\.layer_types"):
+        read_config(hf)
+    helpers.edit_json(hf / "config.json", remove="text_config.layer_types")
+    helpers.edit_json(hf / "config.json", **{f"{section}__num_hidden_layers": 10**9})
+    with pytest.raises(HfConfigError, match=rf"config\.json: {section}\.num_hidden_layers is 1000000000, .* hold \d "):
+        read_config(hf)
+
+
 SHARDED_LOAD = """
 import sys
 import jax, jax.numpy as jnp
@@ -57,7 +146,11 @@ from mage_jax.config import MeshConfig
 from mage_jax.params import flatten
 from mage_jax.sharding import make_mesh, param_shardings
 from mage_jax.weights.hf_export import export_params
+from convert import bench_convert, hf_to_orbax, make_random_hf, orbax_to_hf
+from mage_jax.weights.errors import HfConfigError, SafetensorsError, WeightsError
 from mage_jax.weights.hf_import import import_hf
+from mage_jax.weights.load import read_config
+from mage_jax.weights.model_dir import resolve, start_run_folder
 from mage_jax.weights.load import load_model, read_config
 from tests.weights import helpers
 
