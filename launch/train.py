@@ -50,6 +50,13 @@ def define_flags(flag_values) -> None:
     flags.DEFINE_bool("plot", False, "write loss.png at the end", flag_values=flag_values)
 
 
+def without_foreign_tracebacks(record: logging.LogRecord) -> bool:
+    """A failed save is raised to us and said in one line; orbax's threads would each print its traceback before."""
+    if record.exc_info and not record.name.startswith("mage_jax"):
+        record.exc_info = record.exc_text = None
+    return True
+
+
 def main(argv: Sequence[str]) -> int:
     config, options = parse_command_line(argv, cls=TrainConfig, usage=USAGE, define=define_flags)
     workdir = options.workdir or os.path.join("runs", config.name)
@@ -59,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
     from absl import flags
 
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(without_foreign_tracebacks)
     logging.getLogger("mage_jax").setLevel(logging.INFO)  # orbax and grain stay at warnings
     flags.FLAGS.mark_as_parsed()  # read by grain's worker processes
 

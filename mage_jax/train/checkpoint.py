@@ -111,10 +111,7 @@ class Checkpoints:
         """
         self._directory = pathlib.Path(directory).absolute()
         # Here and now: orbax's own clean-up runs in the background and may outlive a run that saves nothing.
-        if jax.process_index() == 0 and self._directory.is_dir():
-            for left in self._directory.glob(f"*{TEMPORARY}*"):
-                LOGGER.warning("removing %s, which a killed save left behind", left)
-                _remove(left)
+        self._remove_unfinished("which a killed save left behind")
         training = ocp.training
         context = ocp.Context()
         context.array.saving.scoped_storage_options_creator = _storage_options
@@ -232,8 +229,18 @@ class Checkpoints:
         finally:
             self._checkpointer.close()
 
+    def _remove_unfinished(self, why: str) -> None:
+        if jax.process_index() == 0 and self._directory.is_dir():
+            for left in self._directory.glob(f"*{TEMPORARY}*"):
+                LOGGER.warning("removing %s, %s", left, why)
+                _remove(left)
+
     def _failed(self, error: Exception) -> CheckpointError:
         step, self._saving = self._saving, None
+        try:  # a full disk is still full of it
+            self._remove_unfinished("whose save failed")
+        except CheckpointError as left:
+            LOGGER.warning("%s", left)
         kept = "no earlier checkpoint exists" if self.latest is None else f"checkpoint {self.latest} is intact"
         return CheckpointError(f"{self._directory}: saving step {step} failed ({_reason(error)}); {kept}")
 
@@ -276,6 +283,8 @@ def free_space_note(directory: str | os.PathLike[str], need: int) -> str | None:
     free = stats.f_bavail * stats.f_frsize
     if free >= need:
         return None
-    gib = 2**30
-    shown = f"{need / gib:.1f} GiB" if need >= gib else f"{math.ceil(need / 2**20)} MiB"
-    return f"{directory}: a checkpoint needs about {shown}, {free / gib:.1f} GiB are free"
+    return f"{directory}: a checkpoint needs about {_size(need)}, {_size(free)} are free"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{math.ceil(count / 2**20)} MiB"
