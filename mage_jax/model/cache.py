@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -73,8 +71,3 @@ def bucket(size: int, *, smallest: int) -> int:
             return edge + edge // 2
         edge *= 2
     return edge
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

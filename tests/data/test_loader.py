@@ -11,27 +11,16 @@ import pytest
 from PIL import Image
 
 from mage_jax.agent.tokenizer import Tokenizer
-from mage_jax.config import DataConfig, ImageConfig, VisionConfig
+from mage_jax.config import DataConfig, ImageConfig
 from mage_jax.data import samples as samples_lib
 from mage_jax.data.loader import LoaderError, make_loader
 from mage_jax.data.packing import PackingError, RowShape, build_batch
 from mage_jax.data.parse import RecordError
 from mage_jax.data.records import RecordSet
+from tests.data.helpers import VISION, flat, sample_ids
 
 TOY = Tokenizer.load("toy")
 IMAGE_ID = TOY.special_ids.image_pad
-VISION = VisionConfig(
-    hidden_size=32,
-    num_layers=1,
-    num_heads=1,
-    mlp_size=32,
-    patch_size=16,
-    num_channels=3,
-    spatial_merge_size=2,
-    rope_theta=10_000.0,
-    layer_norm_eps=1e-6,
-    frame_window_size=4,
-)
 RECORDS = 11
 BASE = DataConfig(rows=2, tokens_per_row=128, patches_per_row=64, packing_bins=3, epochs=2)
 
@@ -67,28 +56,16 @@ def _loader(jsonl, *, seed=3, process_index=0, process_count=1, eval=False, **ch
     )
 
 
-def _ids(batches):
-    return [sample_id for batch in batches for row in batch.sample_ids for sample_id in row]
-
-
-def _flat(batch):
-    arrays = {**vars(batch.batch.rows), "targets": batch.batch.targets_bt, "weights": batch.batch.weights_bt}
-    return {key: value.tobytes() for key, value in arrays.items()} | {
-        "ids": batch.sample_ids,
-        "used": (batch.tokens_used, batch.patches_used),
-    }
-
-
 def _assert_equal(got, expected):
-    assert [_flat(b) for b in got] == [_flat(b) for b in expected]
+    assert [flat(b) for b in got] == [flat(b) for b in expected]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("max_samples", [0, 1])
 def test_every_record_once_per_epoch(jsonl, shuffle, max_samples):
     batches = list(_loader(jsonl, shuffle=shuffle, max_samples_per_row=max_samples))
-    assert collections.Counter(_ids(batches)) == {f"r{i}": 2 for i in range(RECORDS)}
-    one_epoch = _ids(_loader(jsonl, shuffle=shuffle, max_samples_per_row=max_samples, epochs=1))
+    assert collections.Counter(sample_ids(batches)) == {f"r{i}": 2 for i in range(RECORDS)}
+    one_epoch = sample_ids(_loader(jsonl, shuffle=shuffle, max_samples_per_row=max_samples, epochs=1))
     assert sorted(one_epoch) == sorted(f"r{i}" for i in range(RECORDS))
     if max_samples:
         assert all(len(row) <= 1 for batch in batches for row in batch.sample_ids)
@@ -112,7 +89,7 @@ def test_rows_hold_what_the_ids_say(jsonl):
 
 
 def test_shuffle_differs_by_epoch_and_seed_and_repeats_by_seed(jsonl):
-    first, again, other = (_ids(_loader(jsonl, seed=seed, packing_bins=1)) for seed in (3, 3, 4))
+    first, again, other = (sample_ids(_loader(jsonl, seed=seed, packing_bins=1)) for seed in (3, 3, 4))
     assert first == again != other
     assert first[:RECORDS] != first[RECORDS:]
 
@@ -158,7 +135,7 @@ def test_resume_decodes_only_what_it_returns(jsonl, monkeypatch):
 
 def test_endless_hosts_share_the_records(jsonl):
     batches = [list(itertools.islice(_loader(jsonl, epochs=0, process_index=i, process_count=2), 12)) for i in range(2)]
-    seen = [_ids(host) for host in batches]
+    seen = [sample_ids(host) for host in batches]
     assert all(len(b.batch.weights_bt) == 1 for host in batches for b in host)
     assert all(b.sample_ids[0] for host in batches for b in host)
     assert not set(seen[0][:5]) & set(seen[1][:5])
@@ -195,7 +172,7 @@ def test_eval_reads_its_own_records_once_in_order(jsonl, tmp_path):
     ]
     own.write_text("".join(json.dumps(line) + "\n" for line in lines))
     loader = _loader(jsonl, eval=True, eval_records=(str(own),), epochs=0, shuffle=True, workers=2)
-    assert _ids(loader) == ["e0", "e1", "e2"]
+    assert sample_ids(loader) == ["e0", "e1", "e2"]
 
 
 def test_worker_processes(jsonl):
@@ -204,14 +181,14 @@ def test_worker_processes(jsonl):
     iterator = iter(loader)
     batches, states = [], []
     for batch in iterator:
-        batches.append(_flat(batch))
+        batches.append(flat(batch))
         states.append(iterator.get_state())
     assert collections.Counter(i for b in batches for row in b["ids"] for i in row) == {
         f"r{i}": 2 for i in range(RECORDS)
     }
     fresh = iter(_loader(jsonl, workers=2))
     fresh.set_state(json.loads(json.dumps(states[1])))
-    assert [_flat(batch) for batch in fresh] == batches[2:]
+    assert [flat(batch) for batch in fresh] == batches[2:]
     with pytest.raises(LoaderError, match="workers 2, this loader has 0"):
         iter(_loader(jsonl)).set_state(states[1])
 

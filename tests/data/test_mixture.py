@@ -10,24 +10,13 @@ import pytest
 from PIL import Image
 
 from mage_jax.agent.tokenizer import Tokenizer
-from mage_jax.config import ConfigError, DataConfig, ImageConfig, SourceConfig, VisionConfig, from_dict, to_dict
+from mage_jax.config import ConfigError, DataConfig, ImageConfig, SourceConfig, from_dict, to_dict
 from mage_jax.data import samples as samples_lib
 from mage_jax.data.loader import LoaderError, make_loader
 from mage_jax.data.records import RecordSet
+from tests.data.helpers import VISION, flat, sample_ids
 
 TOY = Tokenizer.load("toy")
-VISION = VisionConfig(
-    hidden_size=32,
-    num_layers=1,
-    num_heads=1,
-    mlp_size=32,
-    patch_size=16,
-    num_channels=3,
-    spatial_merge_size=2,
-    rope_theta=10_000.0,
-    layer_norm_eps=1e-6,
-    frame_window_size=4,
-)
 SIZES = {"ground": 12, "agent": 7}
 BASE = DataConfig(rows=2, tokens_per_row=160, patches_per_row=64, packer="best_fit", window=6, epochs=2)
 
@@ -68,18 +57,6 @@ def _loader(files, *, seed=3, process_index=0, process_count=1, **changes):
     )
 
 
-def _ids(batches):
-    return [sample_id for batch in batches for row in batch.sample_ids for sample_id in row]
-
-
-def _flat(batch):
-    arrays = {**vars(batch.batch.rows), "targets": batch.batch.targets_bt, "weights": batch.batch.weights_bt}
-    return {key: value.tobytes() for key, value in arrays.items()} | {
-        "ids": batch.sample_ids,
-        "used": (batch.tokens_used, batch.patches_used),
-    }
-
-
 def _expected(epochs):
     return {f"{name}/r{i}": epochs for name, count in SIZES.items() for i in range(count)}
 
@@ -88,7 +65,7 @@ def _expected(epochs):
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_every_record_of_every_source_once_per_epoch(files, packer, shuffle):
     batches = list(_loader(files, packer=packer, shuffle=shuffle))
-    assert collections.Counter(_ids(batches)) == _expected(2)
+    assert collections.Counter(sample_ids(batches)) == _expected(2)
     for batch in batches:
         assert batch.tokens_used == np.count_nonzero(batch.batch.rows.segment_ids_bt)
         assert batch.patches_used == np.count_nonzero(batch.batch.rows.patch_windows_bp)
@@ -97,26 +74,26 @@ def test_every_record_of_every_source_once_per_epoch(files, packer, shuffle):
 def test_weights_rule_until_a_source_ends(files):
     """One sample a row, in file order, one record pending: the order of the draws is the order of the rows."""
     plain = {"shuffle": False, "max_samples_per_row": 1, "window": 1, "rows": 1, "epochs": 1}
-    ids = _ids(_loader(files, **plain))
+    ids = sample_ids(_loader(files, **plain))
     names = [sample_id.partition("/")[0] for sample_id in ids]
     for n in range(1, 19):
         assert abs(names[:n].count("ground") - n * 2 / 3) <= 1
     assert sorted(ids) == sorted(_expected(1)) and names[-1] == "agent"
     # A heavy source that ends early drops out; the other goes on alone.
-    names = [i.partition("/")[0] for i in _ids(_loader(files, mixture=_mixture(files, agent=20.0), **plain))]
+    names = [i.partition("/")[0] for i in sample_ids(_loader(files, mixture=_mixture(files, agent=20.0), **plain))]
     assert names[:7].count("agent") >= 6 and names[-10:] == ["ground"] * 10
 
 
 def test_endless_mixture_keeps_its_weights(files):
     batches = itertools.islice(_loader(files, epochs=0, mixture=_mixture(files, 1.0, 3.0)), 60)
-    counts = collections.Counter(sample_id.partition("/")[0] for sample_id in _ids(batches))
+    counts = collections.Counter(sample_id.partition("/")[0] for sample_id in sample_ids(batches))
     assert 2.7 < counts["agent"] / counts["ground"] < 3.3
 
 
 def test_a_source_shuffles_by_its_own_name(files):
     """Adding a source leaves the order inside the others alone."""
     plain = {"max_samples_per_row": 1, "window": 1, "rows": 1, "epochs": 1}
-    both, alone = (_ids(_loader(files, mixture=m, **plain)) for m in (_mixture(files), _mixture(files)[:1]))
+    both, alone = (sample_ids(_loader(files, mixture=m, **plain)) for m in (_mixture(files), _mixture(files)[:1]))
     assert [i for i in both if i.startswith("ground/")] == alone != sorted(alone)
 
 
@@ -126,7 +103,7 @@ def test_resume_at_every_offset(files, packer):
     iterator = iter(loader)
     states, batches = [iterator.get_state()], []
     for batch in iterator:
-        batches.append(_flat(batch))
+        batches.append(flat(batch))
         states.append(iterator.get_state())
     assert len(batches) >= 5
     for offset, state in enumerate(states):
@@ -135,14 +112,14 @@ def test_resume_at_every_offset(files, packer):
         assert json.dumps(fresh.get_state()) == json.dumps(state)  # before anything is drawn
         rest = [fresh.get_state()]
         for batch in fresh:
-            assert _flat(batch) == batches[offset + len(rest) - 1]
+            assert flat(batch) == batches[offset + len(rest) - 1]
             rest.append(fresh.get_state())
         assert rest == states[offset:]
     used = iter(loader)
     for _ in range(3):
         next(used)
     used.set_state(states[1])
-    assert [_flat(batch) for batch in used] == batches[1:]
+    assert [flat(batch) for batch in used] == batches[1:]
 
 
 def test_resume_decodes_only_what_it_returns(files, monkeypatch):
@@ -158,7 +135,7 @@ def test_resume_decodes_only_what_it_returns(files, monkeypatch):
     )
     fresh = iter(loader)
     fresh.set_state(state)
-    assert _flat(next(fresh)) == _flat(expected)
+    assert flat(next(fresh)) == flat(expected)
     # Each picture of a row once, whatever number of its samples show it.
     assert len(decoded) == sum(len(_row_keys(files, row)) for row in expected.sample_ids)
     assert len(decoded) < sum(1 if i.startswith("ground") else 2 for row in expected.sample_ids for i in row)
@@ -213,13 +190,13 @@ def test_worker_processes(files):
     iterator = iter(_loader(files, workers=2))
     batches, states = [], []
     for batch in iterator:
-        batches.append(_flat(batch))
+        batches.append(flat(batch))
         states.append(iterator.get_state())
     assert collections.Counter(i for b in batches for row in b["ids"] for i in row) == _expected(2)
     for offset in (0, 2):
         fresh = iter(_loader(files, workers=2))
         fresh.set_state(json.loads(json.dumps(states[offset])))
-        assert [_flat(batch) for batch in fresh] == batches[offset + 1 :]
+        assert [flat(batch) for batch in fresh] == batches[offset + 1 :]
     with pytest.raises(LoaderError, match="workers 2, this loader has 1"):
         iter(_loader(files, workers=1)).set_state(states[1])
 

@@ -11,24 +11,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mage_jax.agent.tokenizer import Tokenizer
-from mage_jax.config import ImageConfig, VisionConfig
+from mage_jax.config import ImageConfig
 from mage_jax.data.parse import RecordError, parse_record
 from mage_jax.data.records import RecordSet
 from mage_jax.data.samples import make_sample, materialise, plan
+from tests.data.helpers import VISION
 
 TOY = Tokenizer.load("toy")
-VISION = VisionConfig(
-    hidden_size=32,
-    num_layers=1,
-    num_heads=1,
-    mlp_size=32,
-    patch_size=16,
-    num_channels=3,
-    spatial_merge_size=2,
-    rope_theta=10_000.0,
-    layer_norm_eps=1e-6,
-    frame_window_size=4,
-)
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "yes"}
 HUMAN = {"from": "human", "value": "hi"}
