@@ -93,6 +93,7 @@ def write_json(path: pathlib.Path, value: Any) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)
+        file.write("\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 import shutil
 from typing import Any
@@ -21,6 +20,7 @@ from mage_jax.agent.tokenizer import Tokenizer
 from mage_jax.config import ConfigError, TrainConfig, to_dict
 from mage_jax.data import preprocessor
 from mage_jax.data.loader import make_loader
+from mage_jax.data.packed import write_json
 from mage_jax.sharding import param_shardings
 from mage_jax.train.checkpoint import CheckpointError, Checkpoints, Meta
 from mage_jax.train.optimizer import Optimizer
@@ -190,19 +190,13 @@ def _describe_run(workdir: pathlib.Path, plan: Plan, *, source: Any, assets: Any
     if not limits.exists() or preprocessor.load(folder, vision=config.model.vision) != config.data.image:
         kept = json.loads(limits.read_text(encoding="utf-8")) if limits.exists() else {}
         kept.pop("size", None)  # says the same in other words
-        _write_json(limits, {**kept, **preprocessor.to_hf(config.data.image, config.model.vision)})
+        write_json(limits, {**kept, **preprocessor.to_hf(config.data.image, config.model.vision)})
     _write_config(workdir, config)
 
 
 def _write_config(workdir: pathlib.Path, config: TrainConfig) -> None:
     if jax.process_index() == 0:
-        _write_json(workdir / CONFIG_FILE, to_dict(config))
-
-
-def _write_json(path: pathlib.Path, values: Any) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+        write_json(workdir / CONFIG_FILE, to_dict(config))
 
 
 def _is_identity(field: str) -> bool:
